@@ -21,6 +21,7 @@ from lmkv.spec import KvSpec
 from lmkv.tiers import HOST
 from lmkv.v1.registry_service_pb2 import Instance, SpecConflict, TierUsage
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.commands.executor import OrderContext
 from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.fleet.registration import FleetContext
@@ -53,7 +54,7 @@ class ScaledNode:
         self._random = random.Random(-number)
         self._held: deque[ChunkKey] = deque(split_keys(random_keys(number, chunk_count)))
         tier = HostTier(TIER_BYTES)
-        self._orders = OrderRunner(instance_id=self.name, tier=tier, engines=EngineSessions(tier), fetcher=None)
+        self._orders = OrderRunner(OrderContext(instance_id=self.name, tier=tier, engines=EngineSessions(tier)))
 
     @property
     def name(self) -> str:

@@ -32,6 +32,7 @@ from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.serving.build import open_peer_side
 from lmkv_server.node.serving.read_grants import SHARE
+from lmkv_server.node.serving.service import ServedNode
 from lmkv_server.node.sessions.sessions import EngineSessions
 
 TCP_TLS = "tcp_tls"
@@ -114,9 +115,10 @@ class ReadingNode:
         config.make_instance_dir()
         if not self._shares_memory:
             config.transfer_socket.mkdir()  # in the place of the socket: it cannot be opened
-        side = await open_peer_side(
-            config, self._stack, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=engines_here
+        node = ServedNode(
+            instance_id=self.instance_id, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=engines_here
         )
+        side = await open_peer_side(config, node, self._stack)
         self.address = side.address
         self.channels = side.channels
         self.connections = side.connections

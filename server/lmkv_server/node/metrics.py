@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from itertools import chain
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,7 +23,7 @@ from lmkv.telemetry.calls import ServerCalls
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.runner import OrderRunner
-from lmkv_server.node.engines.lookups import LookupCounters
+from lmkv_server.node.engines.service import EngineService
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.hints.executor import HintExecutor
 from lmkv_server.node.ports import describe_port
@@ -60,32 +61,25 @@ TIER_USAGES = {
 """The fields of `TierUsage`."""
 
 
+class MeasuredNode(Protocol):
+    """The node as its metrics see it. Its implementation, `Node`, imports this module: the floor stays."""
+
+    tier: HostTier
+    tiers: list[SecondaryTier]
+    warm: WarmStart | None
+    engines: EngineSessions
+    orders: OrderRunner
+    fleet: FleetMembership
+    hints: HintExecutor
+    service: EngineService
+    peer_side: PeerSide | None
+
+
 class NodeMetrics(Collector):
     """The node's metrics, in a registry of its own, so that several nodes may run in one process."""
 
-    def __init__(
-        self,
-        *,
-        tier: HostTier,
-        tiers: Sequence[SecondaryTier] = (),
-        warm: WarmStart | None = None,
-        engines: EngineSessions,
-        orders: OrderRunner,
-        fleet: FleetMembership,
-        side: PeerSide | None,
-        lookups: LookupCounters,
-        hints: HintExecutor,
-        calls: ServerCalls,
-    ) -> None:
-        self._tier = tier
-        self._tiers = tiers
-        self._warm = warm
-        self._engines = engines
-        self._orders = orders
-        self._fleet = fleet
-        self._side = side
-        self._lookups = lookups
-        self._hints = hints
+    def __init__(self, node: MeasuredNode, calls: ServerCalls) -> None:
+        self._node = node
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.registry.register(calls)
@@ -97,29 +91,32 @@ class NodeMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metrics with their present values."""
-        sides = [self._fetching(self._side), self._handing(self._side)] if self._side else []
-        warm = self._warm_start(self._warm) if self._warm else ()
-        tiers = self._in_tiers() if self._tiers else ()
+        node = self._node
+        sides = [self._fetching(node.peer_side), self._handing(node.peer_side)] if node.peer_side else []
+        warm = self._warm_start(node.warm) if node.warm else ()
+        tiers = self._in_tiers() if node.tiers else ()
         served = (self._serving(), *sides, self._order_metrics(), self._hint_metrics())
         return chain(self._holdings(), warm, tiers, *served)
 
     def _holdings(self) -> Iterator[Metric]:
-        yield _gauge("pool_capacity_bytes", "Bytes of the pool.", self._tier.size_bytes)
-        yield _gauge("pool_used_bytes", "Bytes of the pool used by chunks and grants.", self._tier.used_bytes)
+        yield _gauge("pool_capacity_bytes", "Bytes of the pool.", self._node.tier.size_bytes)
+        yield _gauge("pool_used_bytes", "Bytes of the pool used by chunks and grants.", self._node.tier.used_bytes)
         yield _gauge(
-            "pool_chunk_bytes", "Bytes of the pool used by chunks that lookups can find.", self._tier.chunk_bytes
+            "pool_chunk_bytes", "Bytes of the pool used by chunks that lookups can find.", self._node.tier.chunk_bytes
         )
         yield _gauge(
             "pool_reserved_bytes",
             "Bytes of the pool reserved for writers.",
-            self._tier.reserved_bytes,
+            self._node.tier.reserved_bytes,
         )
-        yield _gauge("chunks", "Chunks held, each part of a chunk counted.", len(self._tier))
-        yield _counter("evicted_chunks", "Chunks evicted to make room.", self._tier.evicted_count)
+        yield _gauge("chunks", "Chunks held, each part of a chunk counted.", len(self._node.tier))
+        yield _counter("evicted_chunks", "Chunks evicted to make room.", self._node.tier.evicted_count)
 
     def _warm_start(self, warm: WarmStart) -> Iterator[Metric]:
         yield _gauge(
-            "pool_sealed", "1 while workers of a previous node map the pool: nothing is stored.", int(self._tier.sealed)
+            "pool_sealed",
+            "1 while workers of a previous node map the pool: nothing is stored.",
+            int(self._node.tier.sealed),
         )
         stats = warm.stats()
         yield _gauge("warm_waiting_chunks", "Recovered chunks that are not yet verified.", stats.waiting_chunks)
@@ -134,15 +131,15 @@ class NodeMetrics(Collector):
 
     def _in_tiers(self) -> Iterator[Metric]:
         """What each secondary tier has done, and how full it is if the node knows; the label `tier` is its name."""
-        stats = {tier.name: tier.stats() for tier in self._tiers}
-        usages = {tier.name: usage for tier in self._tiers if (usage := tier.usage())}
+        stats = {tier.name: tier.stats() for tier in self._node.tiers}
+        usages = {tier.name: usage for tier in self._node.tiers if (usage := tier.usage())}
         yield from _by_tier(CounterMetricFamily, TIER_COUNTERS, stats)
         yield from _by_tier(GaugeMetricFamily, TIER_GAUGES, stats)
         yield from _by_tier(GaugeMetricFamily, TIER_USAGES, usages)
 
     def _serving(self) -> Iterator[Metric]:
-        yield _gauge("engines", "Engines attached.", self._engines.attached_count)
-        lookups = self._lookups.stats()
+        yield _gauge("engines", "Engines attached.", self._node.engines.attached_count)
+        lookups = self._node.service.lookups.stats()
         yield _counter("lookups", "Lookups of engines.", lookups.count)
         yield _counter("lookup_asked_chunks", "Chunks that engines looked up.", lookups.asked_chunks)
         found = CounterMetricFamily(
@@ -151,7 +148,7 @@ class NodeMetrics(Collector):
         _add(found, lookups.found_chunks)
         yield found
         yield _counter("fetches_refused_slower", "Lookups with peer hits that computing beats.", lookups.refused_slower)
-        fleet = self._fleet.stats()
+        fleet = self._node.fleet.stats()
         yield _gauge("coordinators_connected", "Coordinators connected.", fleet.connected_count)
         yield _gauge(
             "coordinators_refusing", "Coordinators at which another node has this instance id.", fleet.refused_count
@@ -160,17 +157,17 @@ class NodeMetrics(Collector):
             "lookup_failures", "Lookups that a coordinator refused or did not answer in time.", fleet.lookup_failures
         )
         yield _gauge(
-            "spec_conflicts", "Instances of the same models with incompatible chunks.", len(self._fleet.conflicts)
+            "spec_conflicts", "Instances of the same models with incompatible chunks.", len(self._node.fleet.conflicts)
         )
 
     def _hint_metrics(self) -> Iterator[Metric]:
         ended = CounterMetricFamily(
             f"{PREFIX}hints", "Actions of hints of engines and clients, by outcome.", labels=["action", "outcome"]
         )
-        for (action, outcome), count in self._hints.counts.items():
+        for (action, outcome), count in self._node.hints.counts.items():
             ended.add_metric([action, outcome], count)
         yield ended
-        retentions = self._hints.retentions
+        retentions = self._node.hints.retentions
         yield _gauge("retained_chunks", "Chunks that hints retain: evicted after others.", len(retentions))
         yield _gauge("retained_bytes", "Bytes of the chunks that hints retain.", retentions.size_bytes)
 
@@ -232,7 +229,7 @@ class NodeMetrics(Collector):
         yield _counter("handoffs_refused", "Handoffs without room, decode side.", admitted.refused_count)
 
     def _order_metrics(self) -> Iterator[Metric]:
-        orders = self._orders.stats()
+        orders = self._node.orders.stats()
         ended = CounterMetricFamily(
             f"{PREFIX}orders_ended",
             "Orders of coordinators that ended, such as moves, clears and pins.",

@@ -15,16 +15,19 @@ import lmkv
 from lmkv import config as configuration
 from lmkv.auth.credentials import CertificateEnd
 from lmkv.config import NodeConfig
+from lmkv.hints import HintResult
+from lmkv.internal.v1 import report_service_pb2
 from lmkv.pool.socket import PoolSocket
 from lmkv.runtime.memory_budget import budget_bytes, of_process
 from lmkv.spec import KvSpec
 from lmkv.telemetry.calls import BuildInfo, ServerCalls
 from lmkv.tiers import DISK, HOST
 from lmkv.units import format_bytes
-from lmkv.v1 import engine_service_pb2, registry_service_pb2
+from lmkv.v1 import chunk_pb2, engine_service_pb2, registry_service_pb2
 from lmkv_server.node.cache.build import open_host_cache, populate
 from lmkv_server.node.cache.events import CacheEvents, Losses, PartialChunks
 from lmkv_server.node.cache.warm_start import WarmStart
+from lmkv_server.node.commands.executor import OrderContext
 from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.engines.attach_socket import serve_engines
 from lmkv_server.node.engines.service import EngineService
@@ -39,6 +42,7 @@ from lmkv_server.node.linger import Linger
 from lmkv_server.node.metrics import NodeMetrics, serve_metrics
 from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.serving.build import PeerSide, open_peer_side
+from lmkv_server.node.serving.service import ServedNode
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
 from lmkv_server.node.tiers.base import SecondaryTier
@@ -77,7 +81,7 @@ class Node:
         """The secondary tiers that keep chunks for this node."""
         self.tiers: list[SecondaryTier] = []
         """All secondary tiers, in the order in which they are asked."""
-        self._peer_side: PeerSide | None = None
+        self.peer_side: PeerSide | None = None
         self._stack = AsyncExitStack()
         self._partial_chunks = PartialChunks()
         self._losses = Losses()
@@ -90,7 +94,7 @@ class Node:
     @property
     def peer_address(self) -> str:
         """`host:port` of its `PeerService`, once started; empty without P2P."""
-        return self._peer_side.address if self._peer_side else ""
+        return self.peer_side.address if self.peer_side else ""
 
     async def __aenter__(self) -> Node:
         try:
@@ -118,31 +122,31 @@ class Node:
         if self.disk:
             self._partial_chunks.add_tier(DISK, self.disk)
             self.tier.on_supersede = self.disk.supersede
-        self._peer_side = await self._open_peer_side()
+        self.peer_side = await self._open_peer_side()
         self.orders = await stack.enter_async_context(self._make_orders())
         self.fleet = FleetMembership(
             config.coordinator_address,
             FleetContext(node=self, orders=self.orders, secret=instance_secret(folder)),
             credentials=config.credentials,
         )
-        if self._peer_side:
-            self._peer_side.directory.locate = self.fleet.locate
+        if self.peer_side:
+            self.peer_side.directory.locate = self.fleet.locate
         self.tiers = self._ordered_tiers()
         await stack.enter_async_context(self._make_pool_socket())
         self._tier_stack = self._make_tier_stack()
-        self.hints = await stack.enter_async_context(self._make_hints())
+        self.hints = await stack.enter_async_context(HintExecutor(config.instance_id, self._tier_stack, self.orders))
         self.events.subscribe(self.hints.retentions)
-        self._service = self._make_engine_service()
-        if self._peer_side:
-            self._peer_side.connections.on_connected = self._report_peer
+        self.service = self._make_engine_service()
+        if self.peer_side:
+            self.peer_side.connections.on_connected = self._report_peer
         self.metrics = self._make_metrics()
         self.metrics_port = await serve_metrics(config, self.metrics.registry, stack)
         await stack.enter_async_context(self.fleet)
         self.events.subscribe(self.fleet)
         self._partial_chunks.on_found = self.fleet.stored
-        self.events.subscribe(self._service)
+        self.events.subscribe(self.service)
         await self.fleet.started()
-        await serve_engines(config, self._service, self._calls, stack)
+        await serve_engines(config, self.service, self._calls, stack)
         self._populating = asyncio.create_task(self._populate())
         stack.push_async_callback(stopped, self._populating)
         logger.info(
@@ -156,34 +160,33 @@ class Node:
     async def _open_peer_side(self) -> PeerSide | None:
         if not self.config.enable_p2p:
             return None
-        side = await open_peer_side(
-            self.config,
-            self._stack,
+        node = ServedNode(
+            instance_id=self.config.instance_id,
             epoch=self.epoch,
             tier=self.tier,
             pool=self.pool,
             engines=self.engines,
             disk=self.disk,
-            calls=self._calls,
         )
+        side = await open_peer_side(self.config, node, self._stack, self._calls)
         self.events.subscribe(side.senders)
         return side
 
     def _make_orders(self) -> OrderRunner:
-        return OrderRunner(
+        context = OrderContext(
             instance_id=self.config.instance_id,
             tier=self.tier,
             engines=self.engines,
-            fetcher=self._peer_side.fetcher if self._peer_side else None,
+            fetcher=self.peer_side.fetcher if self.peer_side else None,
             tiers=self.stores,
-            explain=lambda order: self._service.explainer.explain(order),
-            carry_out_hint=lambda order: carry_out(order, self.hints, self.engines),
+            host=self,
         )
+        return OrderRunner(context)
 
     def _ordered_tiers(self) -> list[SecondaryTier]:
         """In the order in which they are asked: on this host, at peers, elsewhere."""
         tiers: list[SecondaryTier] = [tier for tier in self.stores if tier.is_local]
-        if side := self._peer_side:
+        if side := self.peer_side:
             tiers.append(PeerTier(side.fetcher, self.fleet, self.config.coordinator_timeout))
         return tiers + [tier for tier in self.stores if not tier.is_local]
 
@@ -200,40 +203,18 @@ class Node:
         connected = engine_service_pb2.PeerConnected(
             peer_instance_id=peer.instance_id, peer_address=peer.address, channel=peer.channel
         )
-        self._service.report_peer(connected, spec.fingerprint)
+        self.service.report_peer(connected, spec.fingerprint)
 
     def _make_engine_service(self) -> EngineService:
-        senders = self._peer_side.senders if self._peer_side else None
+        senders = self.peer_side.senders if self.peer_side else None
         return EngineService(self, self.engines, self._tier_stack, self.hints, senders)
 
     def _make_tier_stack(self) -> TierStack:
-        receiver = self._peer_side.receiver if self._peer_side else None
+        receiver = self.peer_side.receiver if self.peer_side else None
         return TierStack(self.tier, self.tiers, receiver, self._partial_chunks, self._losses)
 
-    def _make_hints(self) -> HintExecutor:
-        return HintExecutor(
-            instance_id=self.config.instance_id,
-            tier=self.tier,
-            stack=self._tier_stack,
-            stores=self.stores,
-            pins=self.orders.pins,
-            on_pinned=self.orders.pins_changed,
-            has_peers=self._peer_side is not None,
-        )
-
     def _make_metrics(self) -> NodeMetrics:
-        metrics = NodeMetrics(
-            tier=self.tier,
-            tiers=self.tiers,
-            warm=self.warm,
-            engines=self.engines,
-            orders=self.orders,
-            fleet=self.fleet,
-            side=self._peer_side,
-            lookups=self._service.lookups,
-            hints=self.hints,
-            calls=self._calls,
-        )
+        metrics = NodeMetrics(self, self._calls)
         metrics.registry.register(CertificateEnd(self.config.tls_cert))
         metrics.registry.register(BuildInfo())
         return metrics
@@ -274,12 +255,12 @@ class Node:
 
     def conflicts_changed(self, conflicts: list[registry_service_pb2.SpecConflict]) -> None:
         """Sends the conflicts to the engines."""
-        self._service.report_conflicts(conflicts)
+        self.service.report_conflicts(conflicts)
 
     def _stats(self) -> registry_service_pb2.InstanceStats:
         """Statistics since the start. Chunks in the remote tier count as the node's own."""
-        lookups = self._service.lookups.stats()
-        traffic = self._peer_side.pipeline.stats().traffic if self._peer_side else ()
+        lookups = self.service.lookups.stats()
+        traffic = self.peer_side.pipeline.stats().traffic if self.peer_side else ()
         return registry_service_pb2.InstanceStats(
             asked_chunks=lookups.asked_chunks,
             own_chunks=lookups.own_chunks,
@@ -295,6 +276,16 @@ class Node:
                 for peer in sorted(traffic, key=lambda peer: -peer.transferred_bytes)[:MAX_TRAFFIC]
             ],
         )
+
+    # --- `OrderHost` ---------------------------------------------------------------------------------------------
+
+    async def explain(self, order: report_service_pb2.ExplainOrder) -> chunk_pb2.PromptExplanation:
+        """Says where a prompt is, and why parts of it are missed."""
+        return await self.service.explainer.explain(order)
+
+    async def carry_out_hint(self, order: report_service_pb2.HintOrder) -> HintResult:
+        """Carries out a hint of a client of the coordinator."""
+        return await carry_out(order, self.hints, self.engines)
 
     # --- Engines -------------------------------------------------------------------------------------------------
 

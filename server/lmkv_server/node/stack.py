@@ -45,7 +45,7 @@ class TierStack:
         `partial_chunks` has those of the pool and of the disk; `losses` are those of the pool and all tiers.
         """
         self.tier = tier
-        self._tiers = tiers
+        self.tiers = tiers
         self._receiver = receiver
         self._partial_chunks = PartialChunks() if partial_chunks is None else partial_chunks
         self.diagnosis = Diagnosis(tier, tiers, Losses() if losses is None else losses)
@@ -76,9 +76,14 @@ class TierStack:
     # --- Tiers ---------------------------------------------------------------------------------------------------
 
     @property
+    def has_peers(self) -> bool:
+        """Whether other nodes can read chunks of this one."""
+        return self._receiver is not None
+
+    @property
     def usable(self) -> bool:
         """Whether any tier can be asked."""
-        return any(tier.usable for tier in self._tiers)
+        return any(tier.usable for tier in self.tiers)
 
     def begin(self, prompt: Prompt, most_bytes: int) -> PromptLookup:
         """Begins a lookup of a prompt, in the pool; the items of its hit are to have at most `most_bytes`."""
@@ -91,7 +96,7 @@ class TierStack:
         longer to bring than to compute are left out, if the engine's prefill rate is known. Raises nothing.
         """
         if not self._clearing[lookup.prompt.spec.fingerprint]:
-            await lookup.ask(self._tiers, tokens_per_second, deadline=deadline)
+            await lookup.ask(self.tiers, tokens_per_second, deadline=deadline)
 
     async def find(self, prompt: Prompt) -> Found:
         """The longest hit of a prompt in pool and tiers. Holds nothing, and raises nothing.
@@ -128,7 +133,7 @@ class TierStack:
         try:
             if handoff_id and self._receiver:
                 await self._receiver.follow(handoff_id, progress, timeout_seconds)
-            for at, tier in enumerate(self._tiers):
+            for at, tier in enumerate(self.tiers):
                 progress.find_own()
                 seconds = timeout_seconds - (time.monotonic() - began)
                 if not progress.missing or seconds <= 0:
@@ -138,7 +143,7 @@ class TierStack:
                     continue
                 if handoff_id and presence.source:
                     seconds = min(seconds, REST_SECONDS)
-                if not tier.is_local and any(later.usable for later in self._tiers[at + 1 :]):
+                if not tier.is_local and any(later.usable for later in self.tiers[at + 1 :]):
                     seconds /= 2
                 error = await tier.read(progress, presence, seconds) or error
         finally:
@@ -170,7 +175,7 @@ class TierStack:
 
     async def _clear_tiers(self, selection: Selection, chunk_count: int, *, shared: bool) -> int:
         try:
-            for tier in self._tiers:
+            for tier in self.tiers:
                 if tier.is_local:
                     chunk_count += (await tier.drop(selection)).chunk_count
                 elif shared:

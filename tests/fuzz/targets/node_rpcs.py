@@ -18,12 +18,13 @@ from lmkv.v1 import engine_service_pb2 as engine_pb
 from lmkv.v1 import peer_service_pb2 as peer_pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.pins import Pins
+from lmkv_server.node.commands.executor import OrderContext
+from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.engines.service import EngineService
 from lmkv_server.node.handoff.receiver import HandoffReceiver
 from lmkv_server.node.handoff.table import HandoffTable
 from lmkv_server.node.hints.executor import HintExecutor
-from lmkv_server.node.serving.service import PeerService
+from lmkv_server.node.serving.service import PeerService, ServedNode
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
 from tests.attach import request
@@ -193,6 +194,8 @@ class _Host:
 class _Peers:
     """Directory and connections: every peer is known."""
 
+    instance_id = "node"
+
     async def find_epoch(self, instance_id: str, epoch: int) -> Holder:
         return Holder(instance_id=instance_id, epoch=epoch, peer_address="10.0.0.2:1")
 
@@ -213,34 +216,19 @@ async def _run(source: Input) -> None:
     own = sessions.attach("own", SPEC, 1)
     for number in range(1, 4):
         admit(tier, SPEC, number)
-    pipeline: Any = SimpleNamespace(verifier=SimpleNamespace(enabled=True))
+    pipeline: Any = SimpleNamespace(verifier=SimpleNamespace(enabled=True), prefers_nixl=True)
     peers: Any = _Peers()
     channels: Any = _Channels()
     inspected: Any = SimpleNamespace(inspect=lambda *_: None)
     table = HandoffTable(tier, buffer_bytes=POOL_BYTES // 4)
-    async with HandoffReceiver(table, pipeline, peers, sessions, peers, "node") as receiver:
+    async with HandoffReceiver(table, pipeline, peers, sessions, peers) as receiver:
         stack = TierStack(tier, [], receiver)
-        hints = HintExecutor(
-            instance_id="node",
-            tier=tier,
-            stack=stack,
-            stores=[],
-            pins=Pins(tier),
-            on_pinned=lambda: None,
-            has_peers=True,
-        )
-        peer_service = PeerService(
-            instance_id="node",
-            epoch=EPOCH,
-            tier=tier,
-            specs=sessions,
-            channels=channels,
-            region_address=4096,
-            grant_ttl_seconds=30.0,
-            inspector=inspected,
-            receiver=receiver,
-        )
-        async with hints, peer_service:
+        orders = OrderRunner(OrderContext(instance_id="node", tier=tier, engines=sessions))
+        hints = HintExecutor("node", stack, orders)
+        pool: Any = SimpleNamespace(address=4096)
+        node = ServedNode(instance_id="node", epoch=EPOCH, tier=tier, pool=pool, engines=sessions)
+        peer_service = PeerService(node, channels, inspected, receiver, grant_ttl_seconds=30.0)
+        async with orders, hints, peer_service:
             engine_service = EngineService(_Host(), sessions, stack, hints)
             await _call(source, {SERVICES[0]: engine_service, SERVICES[1]: peer_service}, tier)
             table.check()

@@ -22,6 +22,7 @@ from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, SpecConflict, TierUsage
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.commands.executor import OrderContext
 from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.fleet.registration import FleetContext
@@ -53,7 +54,7 @@ class Shelf:
         self.tier = HostTier(1 << 20, self)
         """For orders, which work on a real one."""
         self.orders = OrderRunner(
-            instance_id=instance_id, tier=self.tier, engines=EngineSessions(self.tier), fetcher=None
+            OrderContext(instance_id=instance_id, tier=self.tier, engines=EngineSessions(self.tier))
         )
 
     def describe(self) -> Instance:

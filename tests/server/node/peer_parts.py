@@ -30,6 +30,7 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.fetch.pipeline import PeerTraffic
 from lmkv_server.node.handoff.sender import HandoffResult
 from lmkv_server.node.serving.build import open_peer_side
+from lmkv_server.node.serving.service import ServedNode
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.base import Loaded, Needs, OnChunks, Progress
 from tests.server.node.cases import put
@@ -120,9 +121,10 @@ class Parts:
         )
         config.make_instance_dir()
         self.transfer_socket = config.transfer_socket
-        side = await open_peer_side(
-            config, self._stack, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=self.engines
+        node = ServedNode(
+            instance_id=self.instance_id, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=self.engines
         )
+        side = await open_peer_side(config, node, self._stack)
         self.address = side.address
         self.channels = side.channels
         self.inspector = side.inspector

@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from lmkv import rpc
 from lmkv.errors import (
@@ -28,6 +29,7 @@ from lmkv.errors import (
     TierUnsupported,
     Unreachable,
 )
+from lmkv.hints import HintResult
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.misses import MissReason
@@ -153,32 +155,40 @@ DROP_BATCH_CHUNKS = 4096
 """Chunks between two yields to the event loop: a few milliseconds."""
 
 
-Explain = Callable[[pb.ExplainOrder], Awaitable[chunk_pb2.PromptExplanation]]
-"""Says where a prompt is. Raises `BadChunkKey` and `KvSpecMismatch`."""
+class OrderHost(Protocol):
+    """The node as orders see it. Its implementation, `Node`, imports this package: the floor stays."""
+
+    async def explain(self, order: pb.ExplainOrder) -> chunk_pb2.PromptExplanation:
+        """Says where a prompt is. Raises `BadChunkKey` and `KvSpecMismatch`."""
+
+    async def carry_out_hint(self, order: pb.HintOrder) -> HintResult:
+        """Carries out a hint. Raises nothing but for cancellation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OrderContext:
+    """The parts of one node that orders act on."""
+
+    instance_id: str
+    tier: HostTier
+    engines: EngineSessions
+    fetcher: PeerFetcher | None = None
+    """Without it every fetch is refused."""
+    tiers: Sequence[SecondaryTier] = ()
+    """The tiers that keep chunks for this node."""
+    host: OrderHost | None = None
+    """Without it every hint, and every order to explain, is refused."""
 
 
 class OrderExecutor:
-    """Executes orders on one node's tiers. Without `fetcher` every fetch is refused.
+    """Executes orders on one node's tiers."""
 
-    `explain` says where prompts are; without it every order to explain is refused.
-    """
-
-    def __init__(
-        self,
-        *,
-        tier: HostTier,
-        engines: EngineSessions,
-        fetcher: PeerFetcher | None,
-        pins: Pins,
-        arrivals: Arrivals,
-        tiers: Sequence[SecondaryTier] = (),
-        explain: Explain | None = None,
-    ) -> None:
-        self._tier = tier
-        self._explain = explain
-        self._tiers = tiers
-        self._engines = engines
-        self._fetcher = fetcher
+    def __init__(self, context: OrderContext, pins: Pins, arrivals: Arrivals) -> None:
+        self._tier = context.tier
+        self._tiers = context.tiers
+        self._engines = context.engines
+        self._fetcher = context.fetcher
+        self._host = context.host
         self._pins = pins
         self._arrivals = arrivals
 
@@ -298,9 +308,9 @@ class OrderExecutor:
 
     async def explain(self, order: pb.ExplainOrder, progress: OrderProgress) -> None:
         """Says where a prompt is. Raises `BadMessage` if the node cannot, `BadChunkKey`, `KvSpecMismatch`."""
-        if self._explain is None:
+        if self._host is None:
             raise BadMessage("this node explains no misses", field="explain")
-        progress.explanation = await self._explain(order)
+        progress.explanation = await self._host.explain(order)
 
     def pin(self, order: pb.PinOrder, progress: OrderProgress) -> None:
         """Pins the head of the order's chunks. Raises `TierUnsupported`, `BadChunkKey`, and what `Pins.pin` raises."""

@@ -13,24 +13,19 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from lmkv import rpc, telemetry
 from lmkv.errors import BadMessage, Full, LmkvError, OperationCancelled, Unreachable
-from lmkv.hints import HintResult
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.rpc.messages import to_proto
 from lmkv.runtime.deadline_timer import DeadlineTimer
 from lmkv.tiers import HOST
 from lmkv.v1 import chunk_pb2
-from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.pins import Pins
-from lmkv_server.node.commands.executor import Arrivals, Explain, OrderExecutor, OrderProgress, new_progress
+from lmkv_server.node.commands.executor import Arrivals, OrderContext, OrderExecutor, OrderProgress, new_progress
 from lmkv_server.node.commands.journal import OrderJournal, kind_of, log_outcome
-from lmkv_server.node.fetch.tier import PeerFetcher
-from lmkv_server.node.sessions.sessions import EngineSessions
-from lmkv_server.node.tiers.base import SecondaryTier
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +39,6 @@ MAX_ORDER_SECONDS = 3600.0
 """Upper bound for the time of an order, and its time if it names none."""
 MAX_LEAVING_SECONDS = 3600.0
 """Longest time for which the node reports that it is about to stop."""
-
-CarryOutHint = Callable[[pb.HintOrder], Awaitable[HintResult]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,20 +64,9 @@ class OrderStats:
 class OrderRunner:
     """To be used as an async context manager, inside that of the node's peers, on the loop of the node."""
 
-    def __init__(
-        self,
-        *,
-        instance_id: str,
-        tier: HostTier,
-        engines: EngineSessions,
-        fetcher: PeerFetcher | None,
-        tiers: Sequence[SecondaryTier] = (),
-        explain: Explain | None = None,
-        carry_out_hint: CarryOutHint | None = None,
-    ) -> None:
-        self.pins = Pins(tier)
+    def __init__(self, context: OrderContext) -> None:
+        self.pins = Pins(context.tier)
         self.arrivals = Arrivals(time.time_ns())
-        self._carry_out_hint = carry_out_hint
         self._listeners: dict[str, Callable[[], None]] = {}
         self._done_counts: Counter[str] = Counter()
         self._failed_counts: Counter[str] = Counter()
@@ -92,17 +74,8 @@ class OrderRunner:
         self._chunk_counts: Counter[str] = Counter()
         self._transferred_bytes = 0
         self._fetching_count = 0
-        self._instance_id = instance_id
-        self._tier = tier
-        self._executor = OrderExecutor(
-            tier=tier,
-            engines=engines,
-            fetcher=fetcher,
-            pins=self.pins,
-            arrivals=self.arrivals,
-            tiers=tiers,
-            explain=explain,
-        )
+        self._context = context
+        self._executor = OrderExecutor(context, self.pins, self.arrivals)
         self._leaves_until = 0.0
         self._journal: OrderJournal[pb.OrderOutcome] = OrderJournal()
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -168,7 +141,7 @@ class OrderRunner:
 
     def pin_list(self) -> pb.PinList:
         """The pins in force."""
-        position = chunk_pb2.Position(instance_id=self._instance_id, tier=HOST)
+        position = chunk_pb2.Position(instance_id=self._context.instance_id, tier=HOST)
         clock_offset = time.time() - time.monotonic()
         pins = pb.PinList()
         for pin in self.pins:
@@ -236,8 +209,8 @@ class OrderRunner:
                 self._pin_timer.changed()
             case "cancel":
                 self._cancel(order.cancel)
-            case "hint" if self._carry_out_hint:
-                progress.hint = to_proto(await self._carry_out_hint(order.hint))
+            case "hint" if self._context.host:
+                progress.hint = to_proto(await self._context.host.carry_out_hint(order.hint))
             case "leave":
                 seconds = min(order.leave.ttl.ToNanoseconds() / 1e9, MAX_LEAVING_SECONDS)
                 self._leaves_until = time.monotonic() + seconds
@@ -274,7 +247,7 @@ class OrderRunner:
     def _end(self, order: pb.Order, progress: OrderProgress, error: LmkvError | None, began: float) -> None:
         outcome = progress.outcome(order.order_id, error)
         self.arrivals.add(chunk.key for chunk in progress.fetched if not chunk.dropped)
-        self._tier.unhold(progress.fetched)
+        self._context.tier.unhold(progress.fetched)
         kind = kind_of(order)
         (self._failed_counts if error else self._done_counts)[kind] += 1
         self._chunk_counts[kind] += outcome.chunk_count

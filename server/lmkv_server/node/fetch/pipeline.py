@@ -233,6 +233,11 @@ class TransferPipeline:
         self._transferred_bytes = 0
         self._quarantine: set[PendingWrites] = set()
 
+    @property
+    def prefers_nixl(self) -> bool:
+        """Whether this node reads by NIXL if its peer can."""
+        return self._channels.prefers("nixl")
+
     async def aclose(self) -> None:
         """Ends the threads. Transfers must have ended. Idempotent."""
         await self.verifier.aclose()

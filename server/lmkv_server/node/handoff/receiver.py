@@ -170,23 +170,20 @@ class HandoffReceiver:
         connections: PeerConnectionPool,
         engines: EngineSessions,
         directory: InstanceDirectory,
-        instance_id: str,
-        *,
-        uses_device_buffers: bool = True,
     ) -> None:
-        """`directory` finds the prefills' nodes; `instance_id` is this node's.
+        """`directory` finds the prefills' nodes.
 
-        Without `uses_device_buffers` engines lend none, and all handoffs use the pool.
+        Unless the node prefers NIXL, engines lend no device buffers, and all handoffs use the pool: by TCP a buffer is
+        slower than the pool with `shm` or `tcp`.
         """
         self.handoffs = handoffs
         self.buffers = DeviceBuffers(
             engines,
-            handoffs.buffer_bytes if uses_device_buffers else 0,
+            handoffs.buffer_bytes if pipeline.prefers_nixl else 0,
             verify=pipeline.verifier.enabled,
             on_close=self._detach_buffer,
         )
         """The device buffers that engines have lent for handoffs to them."""
-        self._instance_id = instance_id
         self._directory = directory
         self._pipeline = pipeline
         self._connections = connections
@@ -222,7 +219,7 @@ class HandoffReceiver:
         spec = self._engines.spec(request.fingerprint)
         if spec is None:
             raise KvSpecMismatch("no engine here shares chunks of this spec", fingerprint=request.fingerprint.hex())
-        if request.instance_id == self._instance_id:
+        if request.instance_id == self._connections.instance_id:
             raise BadMessage("instance_id is this node's own", field="instance_id")
         holder = await self._directory.find_epoch(request.instance_id, request.epoch)
         source = HandoffSource(

@@ -23,14 +23,14 @@ from lmkv.runtime.places import Places, most_of, requester
 from lmkv.runtime.turns import Slots
 from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.cache.pins import MAX_PINS, Pins
+from lmkv_server.node.cache.pins import MAX_PINS
+from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.hints.prompt_hint import PromptHint
 from lmkv_server.node.hints.retentions import Retentions
 from lmkv_server.node.lookup.found import Found
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
 from lmkv_server.node.tiers.backend_tier import BackendTier
-from lmkv_server.node.tiers.base import SecondaryTier
 
 logger = logging.getLogger(__name__)
 
@@ -147,27 +147,17 @@ class HeldPrompt:
 class HintExecutor:
     """To be used as an async context manager. `apply` and `prefetch` raise nothing but for cancellation."""
 
-    def __init__(
-        self,
-        *,
-        instance_id: str,
-        tier: HostTier,
-        stack: TierStack,
-        stores: Sequence[SecondaryTier],
-        pins: Pins,
-        on_pinned: Callable[[], None],
-        has_peers: bool,
-    ) -> None:
-        """`stores` are the tiers that keep chunks for this node; `on_pinned` is called when pins have changed."""
+    def __init__(self, instance_id: str, stack: TierStack, orders: OrderRunner) -> None:
+        """`orders` have the pins of the node, and report and end those of hints."""
+        tier = stack.tier
         self.retentions = Retentions(tier, tier.size_bytes // RETAIN_SHARE)
         """A listener of what the tiers remove."""
         self._instance_id = instance_id
         self._tier = tier
         self._stack = stack
-        self._stores = [store for store in stores if isinstance(store, BackendTier)]
-        self._pins = pins
-        self._on_pinned = on_pinned
-        self._has_peers = has_peers
+        self._stores = [store for store in stack.tiers if isinstance(store, BackendTier)]
+        self._orders = orders
+        self._pins = orders.pins
         self._counts: Counter[tuple[str, str]] = Counter()
         self._timer = DeadlineTimer(self._expire)
         self._background = BackgroundTasks()
@@ -217,7 +207,7 @@ class HintExecutor:
 
     def _share(self, hint: PromptHint, held: HeldPrompt) -> HintResult:
         shared = [store for store in self._stores if not store.is_local and store.usable]
-        if not shared and not self._has_peers:
+        if not shared and not self._stack.has_peers:
             return hint.rejected(HintReason.NO_TIER, "the node has neither peers nor a remote store")
         self._tier.use(held.chunks)
         for store in shared:
@@ -243,7 +233,7 @@ class HintExecutor:
         ttl = min(hint.ttl_seconds, MAX_TTL_SECONDS)
         keys = [chunk.key for chunk in held.chunks[:count]]
         self._pins.pin(pin_id, keys, time.monotonic(), ttl, owner=hint.owner)
-        self._on_pinned()
+        self._orders.pins_changed()
         return self._kept(hint, held, count, ttl)
 
     def _retain(self, hint: PromptHint, held: HeldPrompt) -> HintResult:

@@ -35,7 +35,7 @@ class PeerConnectionPool:
         self, *, instance_id: str, epoch: int, channels: Channels, host: str, credentials: Credentials = rpc.PLAINTEXT
     ) -> None:
         """`instance_id` and `epoch` are this node's; `host` is its address: peers at the same one are near."""
-        self._instance_id = instance_id
+        self.instance_id = instance_id
         self._epoch = epoch
         self._channels = channels
         self._host = host
@@ -60,7 +60,7 @@ class PeerConnectionPool:
         """The connection to a holder; None if that is this node, has no address, or is an earlier epoch of a peer."""
         known = self._by_instance.get(holder.instance_id)
         outdated = known is not None and known.epoch > holder.epoch
-        if holder.instance_id == self._instance_id or not holder.peer_address or outdated:
+        if holder.instance_id == self.instance_id or not holder.peer_address or outdated:
             return None
         if known and (known.epoch, known.address) == (holder.epoch, holder.peer_address):
             self._by_instance.move_to_end(holder.instance_id)
@@ -68,7 +68,7 @@ class PeerConnectionPool:
         if known:
             self._close(known)
         connection = PeerConnection(
-            self._instance_id, self._epoch, self._channels, holder, _log_mismatch, self._credentials
+            self.instance_id, self._epoch, self._channels, holder, _log_mismatch, self._credentials
         )
         connection.on_connected = lambda spec: self.on_connected(connection, spec)
         self._by_instance[holder.instance_id] = connection

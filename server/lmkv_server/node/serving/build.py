@@ -23,9 +23,7 @@ from lmkv_server.node.handoff.table import HandoffTable
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.peers.directory import InstanceDirectory
 from lmkv_server.node.ports import STOP_GRACE_SECONDS, bind
-from lmkv_server.node.serving.service import Inspector, PeerService
-from lmkv_server.node.sessions.sessions import EngineSessions
-from lmkv_server.node.tiers.disk.tier import DiskTier
+from lmkv_server.node.serving.service import Inspector, PeerService, ServedNode
 
 logger = logging.getLogger(__name__)
 
@@ -51,21 +49,14 @@ class PeerSide:
 
 
 async def open_peer_side(
-    config: NodeConfig,
-    stack: AsyncExitStack,
-    *,
-    epoch: int,
-    tier: HostTier,
-    pool: Pool,
-    engines: EngineSessions,
-    disk: DiskTier | None = None,
-    calls: ServerCalls | None = None,
+    config: NodeConfig, node: ServedNode, stack: AsyncExitStack, calls: ServerCalls | None = None
 ) -> PeerSide:
     """Opens it until the stack is closed. Raises `ConfigError` if it cannot start as configured.
 
     Without `enable_pd`, or in the other role, every handoff is refused.
     """
-    channels = _make_channels(config, epoch, pool)
+    tier, pool = node.tier, node.pool
+    channels = _make_channels(config, node.epoch, pool)
     stack.push_async_callback(channels.aclose)
     await channels.start()
     directory = InstanceDirectory(config.runtime_path)
@@ -73,8 +64,8 @@ async def open_peer_side(
     pipeline = TransferPipeline(tier, channels, pool, verify=config.verify_transfers)
     stack.push_async_callback(pipeline.aclose)
     connections = PeerConnectionPool(
-        instance_id=config.instance_id,
-        epoch=epoch,
+        instance_id=node.instance_id,
+        epoch=node.epoch,
         channels=channels,
         host=config.p2p_host,
         credentials=config.peer_tls,
@@ -82,36 +73,17 @@ async def open_peer_side(
     stack.push_async_callback(connections.aclose)
     handoffs = _make_handoffs(config, tier)
     receiver = await stack.enter_async_context(
-        HandoffReceiver(
-            handoffs,
-            pipeline,
-            connections,
-            engines,
-            directory,
-            config.instance_id,
-            uses_device_buffers=channels.prefers("nixl"),  # by TCP it is slower than the pool with `shm` or `tcp`
-        )
+        HandoffReceiver(handoffs, pipeline, connections, node.engines, directory)
     )
     service = await stack.enter_async_context(
-        PeerService(
-            instance_id=config.instance_id,
-            epoch=epoch,
-            tier=tier,
-            specs=engines,
-            channels=channels,
-            region_address=pool.address,
-            grant_ttl_seconds=config.grant_ttl,
-            inspector=inspector,
-            receiver=receiver,
-            disk=disk,
-        )
+        PeerService(node, channels, inspector, receiver, grant_ttl_seconds=config.grant_ttl)
     )
     address = await _serve(config, service, calls, stack)
-    directory.publish(config.instance_id, epoch, address)
+    directory.publish(node.instance_id, node.epoch, address)
     stack.callback(directory.close)
     context = SenderContext(
-        instance_id=config.instance_id,
-        epoch=epoch,
+        instance_id=node.instance_id,
+        epoch=node.epoch,
         tier=tier,
         connections=connections,
         directory=directory,

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf import timestamp_pb2
@@ -127,35 +128,44 @@ LINGER_SECONDS = 1.0
 reader has given up: it keeps their memory in quarantine until they have stopped."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedNode:
+    """This node, of which peers read chunks, and which receives their handoffs."""
+
+    instance_id: str
+    epoch: int
+    tier: HostTier
+    pool: Pool
+    """The memory of `tier`, at the address that peers read from."""
+    engines: EngineSessions
+    disk: DiskTier | None = None
+    """Chunks on disk are read into `tier` for peers."""
+
+
 class PeerService(pb_grpc.PeerServiceServicer):
     """The handlers, as `peer_service.proto` specifies them. An async context manager; one event loop owns it."""
 
     def __init__(
         self,
-        *,
-        instance_id: str,
-        epoch: int,
-        tier: HostTier,
-        specs: EngineSessions,
+        node: ServedNode,
         channels: Channels,
-        region_address: int,
-        grant_ttl_seconds: float,
         inspector: Inspector,
         receiver: HandoffReceiver,
-        disk: DiskTier | None = None,
+        *,
+        grant_ttl_seconds: float,
     ) -> None:
         self.sessions = PeerSessions(channels.access)
-        self.grants = ReadGrants(tier, channels.access, region_address)
-        self._instance_id = instance_id
-        self._epoch = epoch
-        self._tier = tier
-        self._engines = specs
+        self.grants = ReadGrants(node.tier, channels.access, node.pool.address)
+        self._instance_id = node.instance_id
+        self._epoch = node.epoch
+        self._tier = node.tier
+        self._engines = node.engines
         self._channels = channels
-        self._region = pb.Region(address=region_address, size_bytes=tier.size_bytes)
+        self._region = pb.Region(address=node.pool.address, size_bytes=node.tier.size_bytes)
         self._grant_ttl_seconds = grant_ttl_seconds
         self._inspector = inspector
         self._receiver = receiver
-        self._disk = disk
+        self._disk = node.disk
         self._lending_count = 0
         self._serve_until = 0.0
         self._timer = DeadlineTimer(self._expire)

@@ -338,8 +338,8 @@ class Decode:
         self.node = node
         self.engine = engine
         self.workers = workers
-        assert node._peer_side
-        self.receiver = node._peer_side.receiver
+        assert node.peer_side
+        self.receiver = node.peer_side.receiver
 
     @property
     def buffer(self) -> DeviceBuffer | None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.commands.executor import OrderContext
 from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.sessions.sessions import EngineSessions
 from tests.server.node.commands.order_parts import (
@@ -45,7 +46,7 @@ async def owner() -> AsyncIterator[Parts]:
 @pytest.fixture
 async def shelf() -> AsyncIterator[Shelf]:
     tier = HostTier(64 * SPEC.chunk_bytes)
-    async with OrderRunner(instance_id="n", tier=tier, engines=EngineSessions(tier), fetcher=None) as orders:
+    async with OrderRunner(OrderContext(instance_id="n", tier=tier, engines=EngineSessions(tier))) as orders:
         yield Shelf(orders, tier)
     tier.check()
     assert not any(chunk.holds for chunk in tier)

@@ -19,6 +19,7 @@ from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.commands.executor import OrderContext
 from lmkv_server.node.commands.runner import OrderRunner
 from tests.server.node.cases import admit
 from tests.server.node.ordering import until
@@ -90,7 +91,7 @@ class Coordinating:
 @asynccontextmanager
 async def coordinating(node: Parts) -> AsyncIterator[Coordinating]:
     async with OrderRunner(
-        instance_id=node.instance_id, tier=node.tier, engines=node.engines, fetcher=node.fetcher
+        OrderContext(instance_id=node.instance_id, tier=node.tier, engines=node.engines, fetcher=node.fetcher)
     ) as orders:
         yield Coordinating(orders)
     await until(lambda: node.tier.reserved_count == 0)  # a transfer that was stopped may land for a moment

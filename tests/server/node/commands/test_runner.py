@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import join_keys, split_keys
 from lmkv.tiers import DISK, GPU, HOST, REMOTE
-from lmkv_server.node.commands.executor import MAX_ORDER_KEYS
+from lmkv_server.node.commands.executor import MAX_ORDER_KEYS, OrderContext
 from lmkv_server.node.commands.runner import MAX_FETCHES, MAX_RUNNING, OrderRunner
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.fleet.registration import FleetContext
@@ -235,7 +235,7 @@ async def test_an_order_that_makes_no_sense_is_refused(shelf: Shelf, action: dic
 async def test_without_peers_a_fetch_says_so(shelf: Shelf) -> None:
     engines = EngineSessions(shelf.tier)
     engines.attach("engine", SPEC)
-    async with OrderRunner(instance_id="n", tier=shelf.tier, engines=engines, fetcher=None) as orders:
+    async with OrderRunner(OrderContext(instance_id="n", tier=shelf.tier, engines=engines)) as orders:
         given = order(fetch=pb.FetchOrder(chunk_keys=KEYS[0], fingerprint=SPEC.fingerprint))
         outcome = await Coordinating(orders).carried_out(given)
         assert reason(outcome) == "UNREACHABLE"

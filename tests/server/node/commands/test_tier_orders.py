@@ -8,7 +8,7 @@ from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import join_keys
 from lmkv.tiers import HOST
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.commands.executor import DROP_BATCH_CHUNKS
+from lmkv_server.node.commands.executor import DROP_BATCH_CHUNKS, OrderContext
 from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.sessions.sessions import EngineSessions
 from tests.server.node.cases import admit, chunk_keys
@@ -78,7 +78,7 @@ async def test_a_large_drop_lets_others_have_a_turn_and_may_be_cancelled() -> No
     tier = HostTier(3 * DROP_BATCH_CHUNKS * SPEC.chunk_bytes)
     for number in range(3 * DROP_BATCH_CHUNKS):
         admit(tier, SPEC, number)
-    async with OrderRunner(instance_id="n", tier=tier, engines=EngineSessions(tier), fetcher=None) as orders:
+    async with OrderRunner(OrderContext(instance_id="n", tier=tier, engines=EngineSessions(tier))) as orders:
         here, given = Coordinating(orders), order(drop=pb.DropOrder(all=True))
         orders.start(given, GIVER)
         orders.start(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)

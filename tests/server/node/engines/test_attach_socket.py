@@ -218,7 +218,7 @@ async def test_an_engine_that_does_not_read_delays_no_other_and_is_detached_at_i
         for number in range(5_000):
             slow.send(lookup(f"{number}-{'x' * 200}"))
         await slow.writer.drain()
-        await until(lambda: node._service.lookups.stats().asked_chunks >= 15_000)
+        await until(lambda: node.service.lookups.stats().asked_chunks >= 15_000)
         assert not (await engine.lookup("1", chunk_keys(0))).own
         assert node.engines.attached_count == 2
     await until(lambda: node.engines.attached_count == 1)

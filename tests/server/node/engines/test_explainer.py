@@ -25,7 +25,7 @@ async def explain(node: Node, *numbers: int, engine_request_id: str = "") -> Pro
     order = ExplainOrder(
         fingerprint=SPEC.fingerprint, chunk_keys=join_keys(hashed_keys(*numbers)), engine_request_id=engine_request_id
     )
-    return await node._service.explainer.explain(order)
+    return await node.service.explainer.explain(order)
 
 
 def summary(found: PromptExplanation) -> list[tuple[str, int]]:
@@ -56,7 +56,7 @@ async def test_the_last_requests_are_kept_and_found_by_a_part_of_their_ids(node:
             RequestReport(engine_request_id=name, spans=[PromptSpan(token_count=9)]) for name in names[start:][:100]
         ]
         await engine.say(report=reports)
-    kept = node._service.explainer._reports
+    kept = node.service.explainer._reports
     await until(lambda: len(kept) == MAX_REPORTS and kept[-1].engine_request_id == names[-1])
     found = await explain(node, engine_request_id="chat-")
     assert [report.engine_request_id for report in found.requests] == names[: -MAX_LISTED - 1 : -1]
@@ -70,7 +70,7 @@ async def test_the_last_requests_are_kept_and_found_by_a_part_of_their_ids(node:
 
 async def test_reports_that_are_too_large_are_not_kept(node: Node, engine: EngineClient) -> None:
     await engine.say(report=[RequestReport(engine_request_id="large" * 1000), RequestReport(engine_request_id="small")])
-    await until(lambda: len(node._service.explainer._reports) == 1)
+    await until(lambda: len(node.service.explainer._reports) == 1)
     assert [report.engine_request_id for report in (await explain(node, engine_request_id="small")).requests] == [
         "small"
     ]
@@ -78,7 +78,7 @@ async def test_reports_that_are_too_large_are_not_kept(node: Node, engine: Engin
 
 @pytest.mark.usefixtures("engine")
 async def test_only_a_few_prompts_are_explained_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    stack, tiers_answer = node._service.explainer._stack, asyncio.Event()
+    stack, tiers_answer = node.service.explainer._stack, asyncio.Event()
     find, asked = stack.find, 0
 
     async def late(prompt: Prompt) -> Found:

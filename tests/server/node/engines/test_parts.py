@@ -168,7 +168,7 @@ async def test_what_disk_has_of_a_hit_is_loaded(runtime_dir: Path) -> None:
         assert sum(chunk.holds for chunk in node.tier) == 5
         assert await engine.load("1", found) == len(HYBRID.items(5))
         assert [chunk.holds for chunk in node.tier] == [1] * 8
-        stats = node._service.lookups.stats()
+        stats = node.service.lookups.stats()
         assert (stats.found_chunks["own"], stats.found_chunks["disk"]) == (5, 3)
         await engine.release("1")
         assert await until_free(node)

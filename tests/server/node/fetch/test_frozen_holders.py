@@ -71,8 +71,8 @@ async def test_a_load_comes_from_the_second_holder_when_the_best_one_is_frozen(
         values: dict[str, Any] = settings("asker", runtime_dir, coordinator)
         node = await stack.enter_async_context(Node(NodeConfig(**values)))
         engine = await stack.enter_async_context(EngineClient(node, "asking", SPEC))
-        assert node._peer_side
-        side = node._peer_side
+        assert node.peer_side
+        side = node.peer_side
 
         def fetched_count(name: str) -> int:
             return sum(peer.chunk_count for peer in side.pipeline.stats().traffic if peer.instance_id == name)

@@ -66,8 +66,8 @@ class Pair:
 
     def expected_seconds(self) -> float:
         """How long the node believes a fetch to take."""
-        assert self.node._peer_side
-        seconds = self.node._peer_side.fetcher.expected_seconds(
+        assert self.node.peer_side
+        seconds = self.node.peer_side.fetcher.expected_seconds(
             [Holder(instance_id="holder")], len(KEYS) * SPEC.chunk_bytes
         )
         assert seconds

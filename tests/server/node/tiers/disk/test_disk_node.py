@@ -79,7 +79,7 @@ async def test_what_was_stored_before_a_restart_is_found_and_loaded(runtime_dir:
         await engine.release("1")
         found = await engine.lookup("2", chunk_keys(0, 1, 2))
         assert (len(found.own), absent_count(found)) == (3, 0), "they are in memory now"
-        counts = node._service.lookups.stats().found_chunks
+        counts = node.service.lookups.stats().found_chunks
         assert (counts["own"], counts["disk"], counts["peers"]) == (3, 3, 0)
 
 

@@ -107,7 +107,7 @@ async def test_what_a_killed_node_has_put_another_loads(runtime_dir: Path, redis
         await engine.release("1")
         found = await engine.lookup("2", chunk_keys(0, 1, 2, 3))
         assert (len(found.own), absent_count(found)) == (4, 0), "they are in memory now"
-        assert survivor._service.lookups.stats().found_chunks["remote"] == 4
+        assert survivor.service.lookups.stats().found_chunks["remote"] == 4
 
 
 async def test_nodes_share_a_bucket_too(runtime_dir: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ async def test_a_prompt_may_be_in_memory_on_disk_and_in_the_store(runtime_dir: P
         request = pb.EngineServiceLookupRequest(fingerprint=engine.spec.fingerprint, chunk_keys=chunk_keys(*range(7)))
         asked = await engine.stub.Lookup(request, timeout=WAIT_SECONDS)
         assert (asked.own_chunk_count, runs(asked)) == (2, {"disk": 2, "remote": 2})
-        counts = node._service.lookups.stats().found_chunks
+        counts = node.service.lookups.stats().found_chunks
         assert (counts["own"], counts["disk"], counts["remote"]) == (2, 2, 2)
         assert await load(engine, node.pool, "1", 2, 4) == [2, 3, 4, 5]
 
