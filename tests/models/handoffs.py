@@ -17,7 +17,7 @@ from lmkv.v1.chunk_pb2 import Extent, GrantedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.fetch.pipeline import IncomingChunk, PendingWrites
 from lmkv_server.node.handoff.receiver import HandoffTransfer
-from lmkv_server.node.handoff.state import OPEN, Handoff, HandoffSource, HandoffState
+from lmkv_server.node.handoff.state import OPEN, HandedPrompt, Handoff, HandoffSource, HandoffState
 from lmkv_server.node.handoff.table import HandoffTable
 from tests.models.explorer import Action
 from tests.models.pool import PAGE, SPEC, order
@@ -25,6 +25,7 @@ from tests.models.pool import PAGE, SPEC, order
 NAME = "r"
 SESSION = "prefill"
 KEYS = [ChunkKey(name.encode() * 16) for name in ("a", "b")]
+PROMPT = HandedPrompt(handoff_id=NAME, spec=SPEC, chunk_keys=KEYS, token_count=2 * SPEC.chunk_size)
 OTHER = ChunkKey(b"c" * 16)
 PAGES = 3
 TIMEOUT, ABANDON = 5.0, 60.0
@@ -121,7 +122,7 @@ class HandoffModel:
     def _allocate(self) -> None:
         was_alive = self._is_alive
         try:
-            handoff = self.table.allocate(NAME, self.source, SPEC, KEYS, 2 * SPEC.chunk_size, self.now, self.buffer)
+            handoff = self.table.allocate(PROMPT, self.source, self.now, self.buffer)
         except GrantNotFound:
             assert self.is_over, "a handoff is refused as ended that has not ended"
             return

@@ -49,7 +49,7 @@ from tests.server.coordinator.guarded import guarded, token_of
 from tests.server.node import handoff_tables
 from tests.server.node.cases import chunk_key
 from tests.server.node.disk_parts import CHUNK_BYTES, Host, flushed
-from tests.server.node.handoff_tables import KEYS, SOURCE
+from tests.server.node.handoff_tables import KEYS, SOURCE, handed
 from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of
 from tests.server.proxy.pd.test_prefill_decode import COMPLETIONS, PLAIN, completion
 from tests.server.proxy.picker.published import Gateway
@@ -264,7 +264,7 @@ async def handoffs_of_a_peer(_: Path) -> AsyncIterator[Honest]:
     tier, table = handoff_tables.table(2 * MAX_HANDOFFS, 2 * MAX_HANDOFFS)
 
     def begin(caller: str, index: int) -> Handoff:
-        return table.allocate(f"{caller}-{index}", SOURCE, SMALL, KEYS[:1], SMALL.chunk_size, 0.0, caller=caller)
+        return table.allocate(handed(f"{caller}-{index}", KEYS[:1]), SOURCE, 0.0, caller=caller)
 
     def flood() -> None:
         for index in range(MAX_HANDOFFS + 1):

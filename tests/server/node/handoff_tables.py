@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmkv.keys import ChunkKey
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
-from lmkv_server.node.handoff.state import Handoff, HandoffSource
+from lmkv_server.node.handoff.state import HandedPrompt, Handoff, HandoffSource
 from lmkv_server.node.handoff.table import HandoffTable
 from tests.server.node.peer_parts import SMALL, keys_of
 
@@ -25,11 +25,17 @@ def table(pool_chunks: int = POOL_CHUNKS, buffer_chunks: int = BUFFER_CHUNKS) ->
     return tier, handoffs
 
 
+def handed(name: str, keys: list[ChunkKey], token_count: int | None = None) -> HandedPrompt:
+    """The prompt of these chunks, all of them full unless it has another number of tokens."""
+    tokens = len(keys) * SMALL.chunk_size if token_count is None else token_count
+    return HandedPrompt(handoff_id=name, spec=SMALL, chunk_keys=keys, token_count=tokens)
+
+
 def begin(
     handoffs: HandoffTable, name: str, keys: list[ChunkKey], now: float = 0.0, buffer: HostTier | None = None
 ) -> Handoff:
     """A prefill announces the prompt of these chunks, all of them full."""
-    return handoffs.allocate(name, SOURCE, SMALL, keys, len(keys) * SMALL.chunk_size, now, buffer)
+    return handoffs.allocate(handed(name, keys), SOURCE, now, buffer)
 
 
 def device_buffer() -> HostTier:

@@ -29,6 +29,7 @@ from lmkv_server.node.cache.events import CacheListener
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.fetch.pipeline import PeerTraffic
 from lmkv_server.node.handoff.sender import HandoffResult
+from lmkv_server.node.handoff.state import HandedPrompt
 from lmkv_server.node.serving.build import open_peer_side
 from lmkv_server.node.serving.service import ServedNode
 from lmkv_server.node.sessions.sessions import EngineSessions
@@ -207,14 +208,9 @@ class Parts:
     ) -> Future[HandoffResult]:
         """Hands a prompt to the node of this instance; how that went."""
         ended: Future[HandoffResult] = asyncio.get_running_loop().create_future()
-        self.senders.start(
-            self.spec,
-            handoff_id=handoff_id,
-            decode_instance_id=instance_id,
-            keys=keys,
-            token_count=token_count or len(keys) * self.spec.chunk_size,
-            on_end=ended.set_result,
-        )
+        tokens = token_count or len(keys) * self.spec.chunk_size
+        prompt = HandedPrompt(handoff_id=handoff_id, spec=self.spec, chunk_keys=keys, token_count=tokens)
+        self.senders.start(prompt, instance_id, ended.set_result)
         return ended
 
     def damage(self, key: ChunkKey) -> None:

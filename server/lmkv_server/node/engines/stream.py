@@ -26,6 +26,7 @@ from lmkv_server.node.engines.lookups import EngineLoads, EngineLookups, LookupC
 from lmkv_server.node.engines.outbox import ChangeFeed, Outbox, RequestTasks, TierKey
 from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.handoff.sender import HandoffResult, HandoffSenders
+from lmkv_server.node.handoff.state import HandedPrompt
 from lmkv_server.node.hints.executor import HintExecutor
 from lmkv_server.node.hints.prompt_hint import MAX_ID_BYTES, PromptHint
 from lmkv_server.node.sessions.session import EngineSession
@@ -59,15 +60,13 @@ class EngineHandoffs:
             alone = Unreachable("this node has no peers: set enable_p2p")
             self._ended(HandoffResult(handoff_id=handoff.handoff_id, error=alone))
             return
-        self._senders.start(
-            self._session.spec,
+        prompt = HandedPrompt(
             handoff_id=handoff.handoff_id,
-            decode_instance_id=handoff.decode_instance_id,
-            keys=keys,
+            spec=self._session.spec,
+            chunk_keys=keys,
             token_count=handoff.token_count,
-            on_end=self._ended,
-            traceparent=handoff.traceparent,
         )
+        self._senders.start(prompt, handoff.decode_instance_id, self._ended, handoff.traceparent)
 
     def end(self, ended: pb.EndHandoff) -> None:
         """No chunk of it will be committed any more."""

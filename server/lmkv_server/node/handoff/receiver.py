@@ -22,7 +22,7 @@ from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation, batched
 from lmkv_server.node.fetch.pipeline import PendingWrites, TransferPipeline
 from lmkv_server.node.handoff.device_buffer import DeviceBuffer, DeviceBuffers
-from lmkv_server.node.handoff.state import Handoff, HandoffSource, HandoffState
+from lmkv_server.node.handoff.state import HandedPrompt, Handoff, HandoffSource, HandoffState
 from lmkv_server.node.handoff.table import HandoffTable
 from lmkv_server.node.peers.connection import PeerChunk, PeerConnection, peer_chunk
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
@@ -233,9 +233,10 @@ class HandoffReceiver:
         now = time.monotonic()
         buffer = self.buffers.find(spec)
         destination = buffer.tier if buffer and connection.nixl_metadata else None
-        handoff = self.handoffs.allocate(
-            request.handoff_id, source, spec, keys, request.token_count, now, destination, caller
+        prompt = HandedPrompt(
+            handoff_id=request.handoff_id, spec=spec, chunk_keys=keys, token_count=request.token_count
         )
+        handoff = self.handoffs.allocate(prompt, source, now, destination, caller)
         self._timer.changed()
         if handoff.is_open:
             self._connections.connect(connection, spec, READ_SECONDS, by_nixl=buffer is not None)

@@ -21,14 +21,13 @@ from lmkv import telemetry
 from lmkv.errors import BadMessage, Full, GrantNotFound, LmkvError, Unreachable, WrongInstance
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
-from lmkv.prompt import Hit, Prompt
 from lmkv.runtime.places import Places, most_of, requester
-from lmkv.spec import KvSpec
 from lmkv.telemetry import Span
 from lmkv.tiers import HOST
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.handoff.state import HandedPrompt
 from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.peers.directory import InstanceDirectory
@@ -78,25 +77,13 @@ class SenderContext:
 class HandoffSender:
     """One handoff."""
 
-    def __init__(
-        self,
-        context: SenderContext,
-        *,
-        handoff_id: str,
-        decode_instance_id: str,
-        spec: KvSpec,
-        chunk_keys: Sequence[ChunkKey],
-        token_count: int,
-    ) -> None:
-        """The items of a hit of all `chunk_keys` are sent."""
+    def __init__(self, context: SenderContext, prompt: HandedPrompt, decode_instance_id: str) -> None:
         self._context = context
-        self._handoff_id = handoff_id
+        self._prompt = prompt
+        self._handoff_id = prompt.handoff_id
         self._decode_instance_id = decode_instance_id
-        self._spec = spec
-        self._chunk_keys = chunk_keys
-        prompt = Prompt(spec, chunk_keys, token_count=min(token_count, len(chunk_keys) * spec.chunk_size))
-        self._keys = list(prompt.items(Hit(len(prompt))).keys)
-        self._token_count = token_count
+        self._spec = prompt.spec
+        self._keys = list(prompt.items().keys)
         self._missing: dict[ChunkKey, int] = {}
         """Index, by key, of each chunk that the decode's node lacks."""
         self._ready: dict[ChunkKey, int] = {}
@@ -196,8 +183,8 @@ class HandoffSender:
             peer_epoch=peer.epoch,
             handoff_id=self._handoff_id,
             fingerprint=self._spec.fingerprint,
-            chunk_keys=self._chunk_keys,
-            token_count=self._token_count,
+            chunk_keys=self._prompt.chunk_keys,
+            token_count=self._prompt.token_count,
         )
         deadline = time.monotonic() + ADMISSION_SECONDS
         while True:
@@ -315,28 +302,18 @@ class HandoffSenders:
 
     def start(
         self,
-        spec: KvSpec,
-        *,
-        handoff_id: str,
+        prompt: HandedPrompt,
         decode_instance_id: str,
-        keys: Sequence[ChunkKey],
-        token_count: int,
         on_end: Callable[[HandoffResult], None],
         traceparent: str = "",
     ) -> None:
         """Begins a handoff; `on_end` is called with its result: at once if it is refused."""
+        handoff_id = prompt.handoff_id
         if error := self._refusal(handoff_id):
             on_end(HandoffResult(handoff_id=handoff_id, error=error))
             return
-        sender = HandoffSender(
-            self._context,
-            handoff_id=handoff_id,
-            decode_instance_id=decode_instance_id,
-            spec=spec,
-            chunk_keys=keys,
-            token_count=token_count,
-        )
-        span = telemetry.follow("lmkv.handoff", traceparent, handoff_id=handoff_id, asked_chunks=len(keys))
+        sender = HandoffSender(self._context, prompt, decode_instance_id)
+        span = telemetry.follow("lmkv.handoff", traceparent, handoff_id=handoff_id, asked_chunks=len(prompt.chunk_keys))
         running = self._run(sender, handoff_id, decode_instance_id, on_end, span)
         task = asyncio.create_task(running, name=f"lmkv-handoff-{handoff_id}")
         self._running[handoff_id] = sender, task

@@ -18,9 +18,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from lmkv.errors import BadMessage
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
-from lmkv.prompt import Hit, Prompt
+from lmkv.prompt import Hit, Items, Prompt
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 
@@ -40,6 +41,8 @@ class HandoffState(Enum):
     """No more chunks will arrive: the prefill sent nothing within its timeout."""
 
 
+MAX_NAME = 256
+"""Most characters of a handoff's name."""
 OPEN = (HandoffState.ALLOCATED, HandoffState.TRANSFERRING)
 
 
@@ -54,34 +57,51 @@ class HandoffSource:
     """The session that announced the handoff: no other caller may commit or end it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandedPrompt:
+    """The prompt of a handoff, as the prefill announces it."""
+
+    handoff_id: str
+    spec: KvSpec
+    chunk_keys: Sequence[ChunkKey]
+    token_count: int
+
+    def items(self) -> Items:
+        """Returns the items that are transferred: those of a hit of all chunks."""
+        token_count = min(self.token_count, len(self.chunk_keys) * self.spec.chunk_size)
+        prompt = Prompt(self.spec, self.chunk_keys, token_count=token_count)
+        return prompt.items(Hit(len(prompt)))
+
+    def check(self) -> None:
+        """Raises `BadMessage` if the handoff has no valid name, or its tokens do not make its chunks."""
+        check_name(self.handoff_id)
+        chunk_size, token_count = self.spec.chunk_size, self.token_count
+        has_partial = token_count % chunk_size > 0
+        if not self.handoff_id or token_count // chunk_size + has_partial != len(self.chunk_keys):
+            raise BadMessage(f"{token_count} tokens do not make {len(self.chunk_keys)} chunks", field="token_count")
+        if has_partial and not self.spec.ends_anywhere:
+            raise BadMessage(f"{token_count} tokens are no whole chunks of {chunk_size}", field="token_count")
+
+
+def check_name(handoff_id: str) -> None:
+    """Raises `BadMessage` if the name is too long or not printable: names are remembered and logged."""
+    if len(handoff_id) > MAX_NAME or not handoff_id.isprintable():
+        raise BadMessage(f"handoff_id must have at most {MAX_NAME} printable characters", field="handoff_id")
+
+
 class Handoff:
     """The transfer of one prompt's chunks from a prefill's node to this one."""
 
-    def __init__(
-        self,
-        *,
-        grant_id: str,
-        handoff_id: str,
-        source: HandoffSource,
-        spec: KvSpec,
-        chunk_keys: Sequence[ChunkKey],
-        token_count: int,
-        destination: HostTier,
-    ) -> None:
-        """`destination` takes the chunks that are not in the node's tier: that tier, or an engine's device buffer.
-
-        The items of a hit of all `chunk_keys` are transferred.
-        """
+    def __init__(self, grant_id: str, prompt: HandedPrompt, source: HandoffSource, destination: HostTier) -> None:
+        """`destination` takes the chunks that are not in the node's tier: that tier, or an engine's device buffer."""
         self.grant_id = grant_id
-        self.handoff_id = handoff_id
+        self.handoff_id = prompt.handoff_id
         self.source = source
-        self.spec = spec
-        self.chunk_keys = chunk_keys
-        prompt = Prompt(spec, chunk_keys, token_count=min(token_count, len(chunk_keys) * spec.chunk_size))
-        self._items = prompt.items(Hit(len(prompt)))
+        self.spec = prompt.spec
+        self.chunk_keys = prompt.chunk_keys
+        self._items = prompt.items()
         self.keys = list(self._items.keys)
         """The keys of the items that are transferred."""
-        self.token_count = token_count
         self.destination = destination
         self.state = HandoffState.ALLOCATED
         self.missing: tuple[int, ...] = ()

@@ -11,20 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmkv.errors import BadMessage, Full, GrantNotFound, NoFreeExtents, RequestTooLarge
-from lmkv.keys import ChunkKey
 from lmkv.runtime.places import Places, most_of
-from lmkv.spec import KvSpec
 from lmkv.transfer.channel import new_grant_id
 from lmkv.units import format_bytes
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.handoff.state import Handoff, HandoffSource, HandoffState
+from lmkv_server.node.handoff.state import HandedPrompt, Handoff, HandoffSource, HandoffState, check_name
 
 MAX_HANDOFFS = 1024
 """Handoffs at a time, of which one caller may have 7/8."""
 MAX_ENDED = 4096
 """Names of ended handoffs that are remembered, so that a late message does not begin one again."""
-MAX_NAME = 256
-"""Most characters of a handoff's name."""
 RETRY_SECONDS = 0.05
 
 
@@ -82,11 +78,8 @@ class HandoffTable:
 
     def allocate(
         self,
-        handoff_id: str,
+        prompt: HandedPrompt,
         source: HandoffSource,
-        spec: KvSpec,
-        chunk_keys: Sequence[ChunkKey],
-        token_count: int,
         now: float,
         buffer: HostTier | None = None,
         caller: str = "",
@@ -98,29 +91,17 @@ class HandoffTable:
         Raises `BadMessage` if the request makes no sense, `GrantNotFound` if it has ended already, `RequestTooLarge` if
         it will never fit, `NoFreeExtents` if it does not fit now.
         """
-        check_name(handoff_id)
-        has_partial = token_count % spec.chunk_size > 0
-        if not handoff_id or token_count // spec.chunk_size + has_partial != len(chunk_keys):
-            raise BadMessage(f"{token_count} tokens do not make {len(chunk_keys)} chunks", field="token_count")
-        if has_partial and not spec.ends_anywhere:
-            raise BadMessage(f"{token_count} tokens are no whole chunks of {spec.chunk_size}", field="token_count")
+        prompt.check()
+        handoff_id = prompt.handoff_id
         if known := self._by_id.get(handoff_id):
-            if (known.source, list(known.chunk_keys)) != (source, list(chunk_keys)):
+            if (known.source, list(known.chunk_keys)) != (source, list(prompt.chunk_keys)):
                 raise BadMessage(f"handoff_id {handoff_id!r} names another handoff", field="handoff_id")
             self.renew(known, now)
             return known
         if handoff_id in self._ended:
             raise GrantNotFound(f"handoff {handoff_id!r} has ended", handoff_id=handoff_id)
         candidates = [
-            Handoff(
-                grant_id=new_grant_id(),
-                handoff_id=handoff_id,
-                source=source,
-                spec=spec,
-                chunk_keys=chunk_keys,
-                token_count=token_count,
-                destination=destination,
-            )
+            Handoff(new_grant_id(), prompt, source, destination)
             for destination in (buffer, self._tier)
             if destination is not None
         ]
@@ -287,9 +268,3 @@ class HandoffTable:
         assert self.used_bytes <= self.buffer_bytes
         for handoff in self:
             handoff.check()
-
-
-def check_name(handoff_id: str) -> None:
-    """Raises `BadMessage` if the name is too long or not printable: names are remembered and logged."""
-    if len(handoff_id) > MAX_NAME or not handoff_id.isprintable():
-        raise BadMessage(f"handoff_id must have at most {MAX_NAME} printable characters", field="handoff_id")

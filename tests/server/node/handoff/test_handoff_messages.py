@@ -15,8 +15,7 @@ from lmkv.errors import (
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
-from lmkv_server.node.handoff.state import HandoffState
-from lmkv_server.node.handoff.table import MAX_NAME
+from lmkv_server.node.handoff.state import MAX_NAME, HandoffState
 from tests.server.node.handoff_parts import state_of
 from tests.server.node.peer_parts import SMALL, Parts, keys_of
 from tests.waiting import WAIT_SECONDS

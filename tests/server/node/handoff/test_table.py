@@ -19,6 +19,7 @@ from tests.server.node.handoff_tables import (
     begin,
     commit,
     device_buffer,
+    handed,
     table,
     take,
 )
@@ -80,7 +81,7 @@ def test_a_prompt_that_is_here_whole_is_committed_at_once() -> None:
 
 def test_the_last_chunk_has_the_size_of_its_tokens() -> None:
     tier, handoffs = table()
-    handoff = handoffs.allocate("r", SOURCE, SMALL, KEYS[:2], SMALL.chunk_size + 7, 0.0)
+    handoff = handoffs.allocate(handed("r", KEYS[:2], SMALL.chunk_size + 7), SOURCE, 0.0)
     assert handoff.token_count_of(1) == 7
     assert tier.reserved_bytes < 2 * SMALL.chunk_bytes
 
@@ -96,14 +97,14 @@ def test_a_name_belongs_to_one_prefill(other: HandoffSource) -> None:
     _, handoffs = table()
     begin(handoffs, "r", KEYS[:3])
     with pytest.raises(BadMessage, match="names another handoff"):
-        handoffs.allocate("r", other, SMALL, KEYS[:3], 3 * SMALL.chunk_size, 0.0)
+        handoffs.allocate(handed("r", KEYS[:3]), other, 0.0)
 
 
 @pytest.mark.parametrize("token_count", [0, -1, 2 * 256, 3 * 256 + 1])
 def test_tokens_that_do_not_fit_the_keys_are_refused(token_count: int) -> None:
     tier, handoffs = table()
     with pytest.raises(BadMessage, match="tokens"):
-        handoffs.allocate("r", SOURCE, SMALL, KEYS[:3], token_count, 0.0)
+        handoffs.allocate(handed("r", KEYS[:3], token_count), SOURCE, 0.0)
     assert_nothing_is_left(tier, handoffs)
 
 
