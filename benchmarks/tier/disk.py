@@ -18,6 +18,7 @@ from benchmarks.tier.passes import Chunks, Passes, through
 from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.channel import NixlFiles
 from lmkv_server.node.cache.allocator import ALIGNMENT
+from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.tiers.disk.folder import FileIo, PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
@@ -50,9 +51,7 @@ def _tier(chunks: Chunks, folder: Path, way: str) -> DiskTier:
     return DiskTier(
         [folder / way],
         chunks.size_bytes + len(chunks.keys) * ALIGNMENT,  # for the headers of encrypted files
-        tier=chunks.tier,
-        pool=chunks.pool,
-        events=CacheEvents(),
+        HostCache(pool=chunks.pool, tier=chunks.tier, events=CacheEvents()),
         io=io,
         encryption=encryption_in(folder) if way == "encrypted" else None,
     )

@@ -25,6 +25,7 @@ from benchmarks.support.encryption import encryption_in
 from benchmarks.support.redis import RedisProcess
 from benchmarks.tier.passes import TIMEOUT_SECONDS, Chunks, Passes, through
 from lmkv.config.remote_url import parse_remote_url
+from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.tiers.encryption import ChunkEncryption
 from lmkv_server.node.tiers.remote.backend import READ_THREADS, WRITE_THREADS
@@ -67,9 +68,7 @@ def measure(run: BenchmarkRun, rounds: int) -> None:
 def _tier(chunks: Chunks, store: RemoteStore, encryption: ChunkEncryption | None) -> RemoteTier:
     return RemoteTier(
         store,
-        tier=chunks.tier,
-        pool=chunks.pool,
-        events=CacheEvents(),
+        HostCache(pool=chunks.pool, tier=chunks.tier, events=CacheEvents()),
         lookup_seconds=TIMEOUT_SECONDS,
         encryption=encryption,
     )

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.support.meanings import meaning_of
 from benchmarks.tier.passes import Chunks, Passes, through
+from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.tiers.disk.tier import DiskTier
 
@@ -19,13 +20,8 @@ def test_chunks_pass_through_a_tier_and_back_and_are_compared_with_the_bare_way(
         assert len(chunks.keys) == 16
         for way in ("bare", "tier"):
             for _ in range(2):
-                tier = DiskTier(
-                    [tmp_path / "disk"],
-                    chunks.size_bytes,
-                    tier=chunks.tier,
-                    pool=chunks.pool,
-                    events=CacheEvents(),
-                )
+                cache = HostCache(pool=chunks.pool, tier=chunks.tier, events=CacheEvents())
+                tier = DiskTier([tmp_path / "disk"], chunks.size_bytes, cache)
                 asyncio.run(through(tier, chunks, passes, way))
     rows = {row.name: row for row in passes.rows("disk", "2mib")}
     assert set(rows) == {

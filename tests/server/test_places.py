@@ -40,6 +40,7 @@ from lmkv_server.node.peers.connection import MAX_GRANTS
 from lmkv_server.node.serving.read_grants import SHARE
 from lmkv_server.node.serving.service import MAX_PENDING
 from lmkv_server.node.tiers import reader
+from lmkv_server.node.tiers.backend import BackendTimes
 from lmkv_server.node.tiers.disk.folder import PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.proxy.picker.picker import Picker
@@ -419,15 +420,8 @@ async def loads_of_an_engine(folder: Path) -> AsyncIterator[Honest]:
     disk_io, host, limit = StuckIo(), Host(80), 32
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "MAX_WAITING", limit)
-        disk = DiskTier(
-            [folder],
-            100 * CHUNK_BYTES,
-            tier=host.tier,
-            pool=host.pool,
-            events=host.events,
-            io=disk_io,
-            stall_seconds=WAIT_SECONDS,
-        )
+        times = BackendTimes(stall_seconds=WAIT_SECONDS)
+        disk = DiskTier([folder], 100 * CHUNK_BYTES, host.cache, io=disk_io, times=times)
     async with disk:
         host.disk = disk
         for number in range(72):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,12 @@ from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.channel import NixlFiles
+from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.cache.events import CachedChunk, CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.base import Needs
 from lmkv_server.node.tiers.disk.tier import DiskTier
+from lmkv_server.node.tiers.disk.volume import DISK_TIMES
 from lmkv_server.node.tiers.encryption import ChunkEncryption
 from tests.server.node.cases import chunk_key, chunk_keys, put
 from tests.support.specs import small_spec
@@ -38,6 +41,7 @@ class Host:
         self.pool = Pool.create(chunk_count * CHUNK_BYTES, huge_pages="never")
         self.events = CacheEvents(self)
         self.tier = HostTier(self.pool.size_bytes, self.events)
+        self.cache = HostCache(pool=self.pool, tier=self.tier, events=self.events)
         self._disk: DiskTier | None = None
         self.on_disk: set[ChunkKey] = set()
         """What the disk tier has said to hold."""
@@ -130,12 +134,10 @@ async def host_with_disk(
         async with DiskTier(
             folders,
             disk_chunks * CHUNK_BYTES,
-            tier=host.tier,
-            pool=host.pool,
-            events=host.events,
+            host.cache,
             io=NixlFiles(Region(address=host.pool.address, size_bytes=host.pool.size_bytes)) if nixl else None,
             encryption=encryption,
-            **seconds,
+            times=replace(DISK_TIMES, **seconds),
         ) as disk:
             host.disk = disk
             yield host

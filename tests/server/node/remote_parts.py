@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from botocore.session import get_session
 
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.pool.pool import Pool
+from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.base import Needs, Selection
@@ -24,7 +26,7 @@ from lmkv_server.node.tiers.encryption import ChunkEncryption
 from lmkv_server.node.tiers.remote.s3 import S3Store
 from lmkv_server.node.tiers.remote.store import ROOT as PLAIN_ROOT
 from lmkv_server.node.tiers.remote.store import RemoteStore, object_name
-from lmkv_server.node.tiers.remote.tier import RemoteTier
+from lmkv_server.node.tiers.remote.tier import STORE_TIMES, RemoteTier
 from tests.server.node.cases import chunk_key, chunk_keys, put
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
 from tests.support.redis_server import Server
@@ -113,6 +115,7 @@ class Host:
         self.pool = Pool.create(chunk_count * CHUNK_BYTES, huge_pages="never")
         self.events = CacheEvents()
         self.tier = HostTier(self.pool.size_bytes, self.events)
+        self.cache = HostCache(pool=self.pool, tier=self.tier, events=self.events)
         self.remote: RemoteTier
 
     def store(self, *numbers: int, token_count: int = SPEC.chunk_size) -> None:
@@ -192,12 +195,10 @@ async def host_with(
     try:
         host.remote = RemoteTier(
             store,
-            tier=host.tier,
-            pool=host.pool,
-            events=host.events,
+            host.cache,
             lookup_seconds=lookup_seconds,
             encryption=encryption,
-            **seconds,
+            times=replace(STORE_TIMES, **seconds),
         )
         async with host.remote:
             if ready:

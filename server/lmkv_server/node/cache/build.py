@@ -28,11 +28,12 @@ MIN_POOL_DIVISOR = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCache:
-    """The host tier, and the pool that its chunks are in."""
+    """The host tier, the pool that its chunks are in, and the listeners of what all tiers store and remove."""
 
     pool: Pool
     tier: HostTier
-    warm: WarmStart | None
+    events: CacheEvents
+    warm: WarmStart | None = None
     """Brings back the chunks that an earlier process has left in the pool, if `persist_pool` is on."""
 
 
@@ -40,12 +41,12 @@ async def open_host_cache(config: NodeConfig, events: CacheEvents, stack: AsyncE
     """Opens it until the stack is closed. Raises `ConfigError` if the pool cannot be had."""
     if not config.persist_pool:
         pool = stack.enter_context(_make_pool(config))
-        return HostCache(pool=pool, tier=_tier(config, pool, events), warm=None)
+        return HostCache(pool=pool, tier=_tier(config, pool, events), events=events)
     file = stack.enter_context(_open_file(config))
     tier, ledger = _tier(config, file.pool, events), Ledger(file.table)
     events.subscribe(ledger)
     warm = await stack.enter_async_context(WarmStart(file, ledger, tier))
-    return HostCache(pool=file.pool, tier=tier, warm=warm)
+    return HostCache(pool=file.pool, tier=tier, events=events, warm=warm)
 
 
 def _open_file(config: NodeConfig) -> PoolFile:

@@ -58,18 +58,16 @@ class FetchState:
         inflight: InflightFetches,
         combined: Bandwidth,
         deadline: float,
-        error: LmkvError | None,
     ) -> None:
-        """`error` is why holders are left out of `connections`, if any are."""
         self.progress = progress
         self.connections = connections
-        self.error = error
-        """The last error."""
+        self.error: LmkvError | None = None
+        """The last error; at first why holders are left out of `connections`, if any are."""
         self.is_full = False
         """Whether this node's pool has no room for more."""
         self._failure_count = 0
         self._hedge_count = 0
-        self.plan = FetchPlan(progress, inflight, connections, combined, progress.changed.set)
+        self.plan = FetchPlan(progress, inflight, connections, combined)
         self._inflight = inflight
         self._deadline = deadline
 

@@ -127,12 +127,11 @@ class FetchPlan:
         inflight: InflightFetches,
         holders: Iterable[HolderState],
         combined: Bandwidth,
-        on_change: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`combined` is the bandwidth of several active holders together, which this node's side limits.
 
-        `on_change` is called whenever `activate` may find something to do.
+        `progress.changed` is set whenever `activate` may find something to do.
         """
         now = clock()
         self.holders: Sequence[HolderState] = sorted(
@@ -140,7 +139,6 @@ class FetchPlan:
         )
         """Ordered by lateness, distance, bandwidth (highest first) and the number of chunks that they hold."""
         self.active: list[HolderState] = []
-        self._on_change = on_change
         self._progress = progress
         self._inflight = inflight
         self._combined = combined
@@ -221,13 +219,13 @@ class FetchPlan:
             holder.assigned -= selected
             holder.pending = deque(index for index in holder.pending if index not in selected)
             self._inflight.end(self._progress.keys[index] for index in selected)
-            self._on_change()
+            self._progress.changed.set()
 
     def deactivate(self, holder: HolderState) -> None:
         """The holder is assigned nothing more until it is activated again."""
         self.active.remove(holder)
         self.unassign(holder, tuple(holder.assigned))
-        self._on_change()
+        self._progress.changed.set()
 
     def end(self) -> None:
         """No holder reads anything more: the task of one that is cancelled before it runs has not deactivated it."""

@@ -90,7 +90,9 @@ class PeerFetcher:
                     is_late=peer.is_late,
                 )
                 connections[state] = peer
-        return FetchState(progress, connections, self.inflight, self._combined, deadline, error)
+        fetch = FetchState(progress, connections, self.inflight, self._combined, deadline)
+        fetch.error = error
+        return fetch
 
     async def _run(self, fetch: FetchState) -> None:
         """Returns when no chunk is missing, no holder has those that are, the pool is full, or the deadline passed."""

@@ -53,10 +53,9 @@ class PeerConnection:
         epoch: int,
         channels: Channels,
         holder: Holder,
-        on_mismatch: Callable[[str, KvSpecMismatch], None],
         credentials: Credentials = rpc.PLAINTEXT,
     ) -> None:
-        """`instance_id` and `epoch` are this node's; `on_mismatch` is called once per spec that is not shared."""
+        """`instance_id` and `epoch` are this node's."""
         self.instance_id = holder.instance_id
         self.epoch = holder.epoch
         self.address = holder.peer_address
@@ -79,7 +78,6 @@ class PeerConnection:
         self._own_instance_id = instance_id
         self._own_epoch = epoch
         self._channels = channels
-        self._on_mismatch = on_mismatch
         self._connected: set[bytes] = set()
         self._compared: set[bytes] = set()
         self._connecting = asyncio.Lock()
@@ -193,7 +191,13 @@ class PeerConnection:
             response: pb.InitResponse = await self._call("Init", request, timeout_seconds)
         except KvSpecMismatch as error:
             self.mismatches[spec.fingerprint] = error
-            self._on_mismatch(self.instance_id, error)
+            logger.warning(
+                "no chunks are shared with %s: %s is %s there, %s here",
+                self.instance_id,
+                error.metadata.get("field", "the spec"),
+                error.metadata.get("own_value", "another"),
+                error.metadata.get("other_value", "another"),
+            )
             raise
         if response.session_id != self._session_id:  # channels of an earlier session are void
             self._session_id = response.session_id

@@ -10,7 +10,7 @@ from typing import Any
 
 from lmkv import rpc
 from lmkv.auth.credentials import Credentials
-from lmkv.errors import KvSpecMismatch, LmkvError
+from lmkv.errors import LmkvError
 from lmkv.spec import KvSpec
 from lmkv.transfer import Channels
 from lmkv.transfer.bandwidth import Bandwidth
@@ -67,9 +67,7 @@ class PeerConnectionPool:
             return known
         if known:
             self._close(known)
-        connection = PeerConnection(
-            self.instance_id, self._epoch, self._channels, holder, _log_mismatch, self._credentials
-        )
+        connection = PeerConnection(self.instance_id, self._epoch, self._channels, holder, self._credentials)
         connection.on_connected = lambda spec: self.on_connected(connection, spec)
         self._by_instance[holder.instance_id] = connection
         if len(self._by_instance) > MAX_CONNECTIONS:
@@ -143,13 +141,3 @@ class PeerConnectionPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _log_mismatch(instance_id: str, error: KvSpecMismatch) -> None:
-    logger.warning(
-        "no chunks are shared with %s: %s is %s there, %s here",
-        instance_id,
-        error.metadata.get("field", "the spec"),
-        error.metadata.get("own_value", "another"),
-        error.metadata.get("other_value", "another"),
-    )

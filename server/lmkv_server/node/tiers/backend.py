@@ -10,8 +10,9 @@ import errno
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
@@ -32,38 +33,43 @@ FULL_SECONDS = 60.0
 CLOSE_SECONDS = 3.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendTimes:
+    """The times by which a backend's health is judged."""
+
+    retry_seconds: float = RETRY_SECONDS
+    """The pause before a backend that failed is opened again; each further pause is twice as long."""
+    full_seconds: float = FULL_SECONDS
+    stall_seconds: float | None = None
+    """A call that takes longer is late; None: only where `run_within` says so."""
+
+
+class Reopened(Protocol):
+    """A backend as its health sees it."""
+
+    async def open(self) -> None:
+        """Opens the folder or store, and calls `BackendHealth.opened` before it uses it. Raises `OSError`."""
+
+    def lost(self) -> None:
+        """Forgets what the backend holds: it has failed, and `open` will find out what is left."""
+
+
 class BackendHealth:
     """Whether a backend can be used. One event loop owns it. A failed call raises `OSError` to its caller only."""
 
     def __init__(
-        self,
-        tier: str,
-        backend: str,
-        *,
-        threads: Mapping[str, int],
-        open_backend: Callable[[], Awaitable[None]],
-        on_closed: Callable[[], None],
-        retry_seconds: float = RETRY_SECONDS,
-        full_seconds: float = FULL_SECONDS,
-        stall_seconds: float | None = None,
+        self, tier: str, name: str, backend: Reopened, threads: Mapping[str, int], times: BackendTimes
     ) -> None:
-        """`threads`: how many each kind of call has. `open_backend` raises `OSError`; `on_closed` follows a failure.
-
-        After `stall_seconds` a call is late; None: only where `run_within` says so.
-        """
-        self.backend = backend
-        """The name of the backend in logs and errors."""
+        """`name` is that of the backend in logs and errors; `threads`: how many each kind of call has."""
+        self.name = name
         self.is_open = False
         self.attempted = asyncio.Event()
         """Set after the first attempt to open the backend."""
         self.work = asyncio.Event()
         """Set when there may be something to write."""
         self._tier = tier
-        self._open_backend = open_backend
-        self._on_closed = on_closed
-        self._retry_seconds = retry_seconds
-        self._full_seconds = full_seconds
-        self._stall_seconds = stall_seconds
+        self._backend = backend
+        self._times = times
         self._full_until = 0.0
         self._late: dict[asyncio.Future[Any], float] = {}
         """When each late call began."""
@@ -95,10 +101,10 @@ class BackendHealth:
 
     async def keep_open(self) -> None:
         """Opens the backend, and again after a failure, until cancelled."""
-        pause = self._retry_seconds
+        pause = self._times.retry_seconds
         while True:
             try:
-                await self._open_backend()
+                await self._backend.open()
             except OSError as error:
                 self._fail(f"cannot be used, continuing without it: {_text(error)}")
                 self.attempted.set()
@@ -108,12 +114,12 @@ class BackendHealth:
                 self.attempted.set()
                 await self._failed.wait()
                 if time.monotonic() - opened > MAX_RETRY_SECONDS:
-                    pause = self._retry_seconds
+                    pause = self._times.retry_seconds
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_RETRY_SECONDS)
 
     def opened(self) -> None:
-        """Marks the backend open; `open_backend` calls it before it uses the backend."""
+        """Marks the backend open: `Reopened.open` calls it."""
         self.is_open = True
         self._failed.clear()
         self.work.set()
@@ -123,28 +129,28 @@ class BackendHealth:
         if self.is_open and not self._is_ended:
             self._fail(f"is lost, continuing without it: {_text(error)}")
             self.is_open = False
-            self._on_closed()
+            self._backend.lost()
             self._failed.set()
 
     def full(self, error: OSError, retry: Callable[[], None] = lambda: None) -> None:
         """Notes that the backend takes no new chunks; `retry` is called when it is tried again."""
         self._fail(f"accepts no more writes, continuing with its contents: {_text(error)}")
-        self._full_until = time.monotonic() + self._full_seconds
+        self._full_until = time.monotonic() + self._times.full_seconds
 
         def end() -> None:
             retry()
             self.work.set()
 
-        asyncio.get_running_loop().call_later(self._full_seconds, end)
+        asyncio.get_running_loop().call_later(self._times.full_seconds, end)
 
     async def run(self, kind: str, function: Callable[..., T], *arguments: Any) -> T:
         """Runs a blocking call on a thread; it ends even if the caller is cancelled. Raises `OSError`."""
         began, call = time.monotonic(), self._start(kind, function, *arguments)
-        done, _ = await asyncio.wait([call], timeout=self._stall_seconds)
+        done, _ = await asyncio.wait([call], timeout=self._times.stall_seconds)
         if not done:
             self._late[call] = began
             call.add_done_callback(self._end_late)
-            self._log(f"is slow, continuing without it: no answer for {self._stall_seconds:g} s")
+            self._log(f"is slow, continuing without it: no answer for {self._times.stall_seconds:g} s")
             await asyncio.wait([call])
             self._logged = ""
         return call.result()
@@ -155,7 +161,7 @@ class BackendHealth:
         done, _ = await asyncio.wait([call], timeout=seconds)
         if done:
             return call.result()
-        logger.debug("%s: %s did not answer within %.3g s", self._tier, self.backend, seconds)
+        logger.debug("%s: %s did not answer within %.3g s", self._tier, self.name, seconds)
         self._late_count += 1
         self._late[call] = began
         call.add_done_callback(self._end_late)
@@ -173,7 +179,7 @@ class BackendHealth:
         if self._running:
             _, late = await asyncio.wait(self._running, timeout=CLOSE_SECONDS)
             if late:
-                logger.warning("%s: %s does not answer; its threads are left behind", self._tier, self.backend)
+                logger.warning("%s: %s does not answer; its threads are left behind", self._tier, self.name)
         for threads in self._threads.values():
             threads.shutdown(wait=not self._running, cancel_futures=True)
 
@@ -201,7 +207,7 @@ class BackendHealth:
     def _log(self, text: str) -> None:
         """Logs a state once, not at each attempt."""
         if text != self._logged:
-            logger.error("%s: %s %s", self._tier, self.backend, text)
+            logger.error("%s: %s %s", self._tier, self.name, text)
             self._logged = text
 
 
@@ -242,7 +248,7 @@ class ListedChunk(Protocol):
 C = TypeVar("C", bound=ListedChunk)
 
 
-class Backend(Protocol[C]):
+class Backend(Reopened, Protocol[C]):
     """One folder or store. A failed call marks its health closed; none raises but for cancellation."""
 
     @property

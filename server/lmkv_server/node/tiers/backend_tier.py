@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Generic, Self
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
-from lmkv.pool.pool import Pool
 from lmkv.tiers import HOST
 from lmkv_server.node.cache.allocator import align
-from lmkv_server.node.cache.events import CachedChunk, CacheEvents
-from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.cache.build import HostCache
+from lmkv_server.node.cache.events import CachedChunk
+from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers.backend import Backend, C, WriteResult
 from lmkv_server.node.tiers.base import Presence, Progress, TierStats
 from lmkv_server.node.tiers.reader import TierReader
@@ -29,13 +29,11 @@ if TYPE_CHECKING:  # it needs `cryptography`, which is optional
 class TierWriter:
     """The chunks to write. One event loop owns it; `run` it once for each thread of each backend."""
 
-    def __init__(
-        self, backends: Sequence[Backend[Any]], tier: HostTier, pool: Pool, has: Callable[[ChunkKey], bool]
-    ) -> None:
+    def __init__(self, backends: Sequence[Backend[Any]], cache: HostCache, has: Callable[[ChunkKey], bool]) -> None:
         """`has`: whether the secondary tier is known to hold a chunk."""
         self._backends = backends
-        self._tier = tier
-        self._pool = pool
+        self._tier = cache.tier
+        self._pool = cache.pool
         self._has = has
         self._waiting: dict[ChunkKey, Chunk] = {}  # oldest first
         self._writing: dict[Chunk, bool] = {}  # and whether it is still wanted; as many as there are threads at most
@@ -136,40 +134,33 @@ FLUSH_SECONDS = 3.0
 class BackendTier(Generic[C]):
     """The base of `DiskTier` and `RemoteTier`. Use it as an async context manager, inside that of the pool."""
 
-    def __init__(
-        self,
-        name: str,
-        backends: Sequence[Backend[C]],
-        *,
-        tier: HostTier,
-        pool: Pool,
-        events: CacheEvents,
-        write_threads: int,
-        open_seconds: float,
-        encryption: ChunkEncryption | None = None,
-    ) -> None:
-        """`open_seconds`: how long a node that starts waits for the backends to open.
+    write_threads: int
+    """Chunks that are written to each backend at a time."""
+    open_seconds: float
+    """The time that a node that starts waits for the backends to open; they are used whenever they are open."""
 
-        `encryption`: what the backends encrypt with, for the tier's counts.
-        """
+    def __init__(
+        self, name: str, backends: Sequence[Backend[C]], cache: HostCache, encryption: ChunkEncryption | None
+    ) -> None:
+        """`encryption` is what the backends encrypt with, for the tier's counts."""
         self.name = name
-        self.writer = TierWriter(backends, tier, pool, self.has)
-        self.reader: TierReader[C] = TierReader(backends, tier, pool)
-        self.tier = tier
+        self.writer = TierWriter(backends, cache, self.has)
+        self.reader: TierReader[C] = TierReader(backends, cache)
+        self.tier = cache.tier
+        self._events = cache.events
         self._backends = backends
-        self._write_threads = write_threads
-        self._open_seconds = open_seconds
         self._encryption = encryption
+        self._evicted_count = 0
         self._runners: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
-        events.subscribe(self.writer)
+        cache.events.subscribe(self.writer)
 
     async def __aenter__(self) -> Self:
         for backend in self._backends:
             self._runners.append(asyncio.create_task(backend.health.keep_open()))
-            self._runners += [asyncio.create_task(self.writer.run(backend)) for _ in range(self._write_threads)]
+            self._runners += [asyncio.create_task(self.writer.run(backend)) for _ in range(self.write_threads)]
         opening = [asyncio.ensure_future(backend.health.attempted.wait()) for backend in self._backends]
-        _, late = await asyncio.wait(opening, timeout=self._open_seconds)
+        _, late = await asyncio.wait(opening, timeout=self.open_seconds)
         for wait in late:
             wait.cancel()
         return self
@@ -196,6 +187,30 @@ class BackendTier(Generic[C]):
         """Returns once removals that were started have ended."""
         while self._background:
             await asyncio.wait(self._background)
+
+    # --- Called by backends --------------------------------------------------------------------------------------
+
+    def opened(self, _backend: Backend[C]) -> None:
+        """A backend is open: queues the chunks of the host tier, which may have been stored while none was."""
+        for unwritten in self.tier:
+            self.writer.add(unwritten)
+
+    def lost(self) -> None:
+        """A backend has failed."""
+        if not any(backend.health.is_open for backend in self._backends):
+            self.writer.clear()
+
+    def stored(self, chunk: CachedChunk) -> None:
+        """Reports that a backend holds a chunk, if it is one that knows what it holds."""
+        self._events.stored(self.name, chunk)
+
+    def removed(self, chunks: Sequence[CachedChunk], reason: MissReason) -> None:
+        """Reports that a backend no longer holds chunks."""
+        self._evicted_count += len(chunks) * (reason is MissReason.EVICTED_FROM_TIER)
+        for chunk in chunks:
+            self._events.removed(self.name, chunk, reason)
+
+    # --- As a secondary tier -------------------------------------------------------------------------------------
 
     @property
     def usable(self) -> bool:
@@ -230,6 +245,7 @@ class BackendTier(Generic[C]):
     def stats(self) -> TierStats:
         """Returns the tier's counters since the start."""
         now = TierStats(
+            evicted_chunks=self._evicted_count,
             undecryptable_chunks=self._encryption.rejected_count if self._encryption else 0,
             down_backends=sum(not (backend.usable and backend.health.usable) for backend in self._backends),
         )

@@ -15,8 +15,7 @@ from lmkv.plugins import TIERS, load_plugin
 from lmkv.pool.pool import Pool
 from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.channel import NixlFiles
-from lmkv_server.node.cache.events import CacheEvents
-from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.tiers.base import SecondaryTier
 from lmkv_server.node.tiers.disk.folder import FileIo, PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
@@ -32,12 +31,8 @@ class TierContext:
     """The collaborators of which a tier is made."""
 
     config: NodeConfig
-    tier: HostTier
-    """Host memory: chunks are read into it, and written from it."""
-    pool: Pool
-    """The memory that `tier` manages."""
-    events: CacheEvents
-    """A tier that writes subscribes here to what host memory stores."""
+    cache: HostCache
+    """Host memory: chunks are read into it, and written from it. A tier that writes subscribes to its events."""
     name: str = ""
     """The name of a tier of another package, which its `name` must be."""
     options: Mapping[str, str] = field(default_factory=dict)
@@ -66,24 +61,20 @@ class ConfiguredTier(SecondaryTier, Protocol):
 
 def make_tiers(context: TierContext) -> Iterator[ConfiguredTier]:
     """The tiers that are configured, the fastest first, each to be entered. Raises `ConfigError`."""
-    config, tier, pool, events = context.config, context.tier, context.pool, context.events
+    config, cache = context.config, context.cache
     context = replace(context, keys=_tenant_keys(config))
     if config.local_disk:
         yield DiskTier(
             config.disk_folders,
             config.disk_bytes,
-            tier=tier,
-            pool=pool,
-            events=events,
-            io=_file_io(config, pool),
+            cache,
+            io=_file_io(config, cache.pool),
             encryption=context.encryption("disk"),
         )
     if config.remote_url:
         yield RemoteTier(
             store_for(config),
-            tier=tier,
-            pool=pool,
-            events=events,
+            cache,
             lookup_seconds=config.remote_lookup_timeout,
             encryption=context.encryption("remote"),
         )

@@ -10,19 +10,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Generic
 
 from lmkv.errors import Full
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
-from lmkv.pool.pool import Pool
 from lmkv.runtime.places import Places, most_of, requester
 from lmkv.runtime.turns import Slots
 from lmkv.telemetry.logs import LimitedLogger
 from lmkv.transfer.bandwidth import Bandwidth
 from lmkv_kernels import checksum
-from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
+from lmkv_server.node.cache.build import HostCache
+from lmkv_server.node.cache.host import Chunk, Reservation
 from lmkv_server.node.tiers.backend import Backend, C
 from lmkv_server.node.tiers.base import TierStats
 from lmkv_server.node.tiers.encryption_header import ChunkDescription
@@ -38,21 +37,47 @@ MAX_WAITING = 1024
 
 OnRead = Callable[[int, Chunk], None]
 """Called with the index of a chunk that was committed to the host tier. The chunk is not held for the callee."""
-_OnEnd = Callable[[Chunk | None], None]
+
+
+class _Load:
+    """The chunks that one call of `TierReader.read` waits for."""
+
+    def __init__(self, sizes: Sequence[int], on_read: OnRead) -> None:
+        """`sizes` are those of the chunks in bytes, 0 of chunks that no backend holds."""
+        self.ahead = asyncio.Semaphore(READS_AHEAD)
+        self.size_bytes = 0
+        self.left_bytes = sum(sizes)
+        """Bytes that are still to be read."""
+        self._sizes = sizes
+        self._on_read: OnRead | None = on_read
+
+    def ended(self, index: int, chunk: Chunk | None) -> None:
+        """Takes a chunk at once, before others can evict it; None: it cannot be read."""
+        self.ahead.release()
+        if self._on_read is None:
+            return
+        self.left_bytes -= self._sizes[index]
+        if chunk:
+            self.size_bytes += chunk.size_bytes
+            self._on_read(index, chunk)
+
+    def close(self) -> None:
+        """Takes no more chunks."""
+        self._on_read = None
 
 
 class TierReader(Generic[C]):
     """The reads that run. One event loop owns it."""
 
-    def __init__(self, backends: Sequence[Backend[C]], tier: HostTier, pool: Pool) -> None:
+    def __init__(self, backends: Sequence[Backend[C]], cache: HostCache) -> None:
         self._backends = backends
-        self._tier = tier
-        self._pool = pool
+        self._tier = cache.tier
+        self._pool = cache.pool
         self._bandwidth = Bandwidth()
-        self._queued_bytes = 0
-        """Bytes that the reads which run are still to bring."""
+        self._loads: set[_Load] = set()
         self._log = LimitedLogger(logger)
-        self._reading: dict[ChunkKey, list[_OnEnd]] = {}
+        self._reading: dict[ChunkKey, list[tuple[_Load, int]]] = {}
+        """The loads that wait for each chunk, and its index in them."""
         self._places = Places[ChunkKey]("chunks to read", MAX_WAITING, most_of(MAX_WAITING))
         self._slots = Slots(MAX_READS)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -66,7 +91,8 @@ class TierReader(Generic[C]):
 
     def expected_seconds(self, size_bytes: int) -> float | None:
         """Estimates the seconds that a read of `size_bytes` takes behind those that run; None if that is not known."""
-        return self._bandwidth.seconds(size_bytes + self._queued_bytes, time.monotonic())
+        queued_bytes = sum(load.left_bytes for load in self._loads)
+        return self._bandwidth.seconds(size_bytes + queued_bytes, time.monotonic())
 
     async def read(self, fingerprint: bytes, keys: Sequence[ChunkKey], timeout_seconds: float, on_read: OnRead) -> None:
         """Reads those of the chunks that a backend holds into the host tier, in order, a few at a time.
@@ -75,38 +101,24 @@ class TierReader(Generic[C]):
         Concurrent requests for a chunk share one read. Raises nothing but for cancellation, and neither may `on_read`,
         which is not called after the return.
         """
-        ahead = asyncio.Semaphore(READS_AHEAD)
-        began, size_bytes, listening = time.monotonic(), 0, True
         sizes = [found[1].size_bytes if (found := self._find(key, fingerprint)) else 0 for key in keys]
-        left_bytes = sum(sizes)
-        self._queued_bytes += left_bytes
-
-        def ended(index: int, chunk: Chunk | None) -> None:
-            nonlocal size_bytes, left_bytes
-            ahead.release()
-            if not listening:
-                return
-            left_bytes -= sizes[index]
-            self._queued_bytes -= sizes[index]
-            if chunk:
-                size_bytes += chunk.size_bytes
-                on_read(index, chunk)
-
+        began, load = time.monotonic(), _Load(sizes, on_read)
+        self._loads.add(load)
         try:
             async with asyncio.timeout(timeout_seconds):
                 for index, key in enumerate(keys):
-                    await ahead.acquire()
-                    self._start(key, fingerprint, partial(ended, index))
+                    await load.ahead.acquire()
+                    self._start(key, fingerprint, load, index)
                 for _ in range(READS_AHEAD):
-                    await ahead.acquire()
+                    await load.ahead.acquire()
         except TimeoutError:
             logger.debug("a read of %d chunks takes more than %.3g s", len(keys), timeout_seconds)
         finally:
-            listening = False
-            self._queued_bytes -= left_bytes
+            load.close()
+            self._loads.discard(load)
         now = time.monotonic()
         busy = self._bandwidth.busy(began, now)
-        self._bandwidth.record_read(size_bytes, busy.seconds, now, busy.share)
+        self._bandwidth.record_read(load.size_bytes, busy.seconds, now, busy.share)
 
     async def aclose(self) -> None:
         """Ends every read. The backends must be closed, so that nothing writes to the pool. Idempotent."""
@@ -122,20 +134,20 @@ class TierReader(Generic[C]):
                 return (backend, chunk) if backend.usable and chunk.fingerprint == fingerprint else None
         return None
 
-    def _start(self, key: ChunkKey, fingerprint: bytes, on_end: _OnEnd) -> None:
-        """Starts to read a chunk, unless a read of it runs; `on_end` is called in any case, perhaps at once."""
+    def _start(self, key: ChunkKey, fingerprint: bytes, load: _Load, index: int) -> None:
+        """Starts to read a chunk, unless a read of it runs; the load receives its end in any case, perhaps at once."""
         found = self._find(key, fingerprint)
         if found is None:
-            on_end(None)
+            load.ended(index, None)
         elif (waiting := self._reading.get(key)) is not None:
-            waiting.append(on_end)
+            waiting.append((load, index))
         else:
             try:
                 self._places.take(key, requester.get())
             except Full:
-                on_end(None)
+                load.ended(index, None)
                 return
-            self._reading[key] = [on_end]
+            self._reading[key] = [(load, index)]
             task = asyncio.create_task(self._read(*found))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -150,8 +162,8 @@ class TierReader(Generic[C]):
                     read = await self._read_into(reserved, backend, chunk) if reserved else None
         finally:
             self._places.release(chunk.key)
-            for on_end in self._reading.pop(chunk.key):
-                on_end(read)
+            for load, index in self._reading.pop(chunk.key):
+                load.ended(index, read)
 
     async def _read_into(self, reserved: Reservation, backend: Backend[C], chunk: C) -> Chunk | None:
         """Reads into an extent, which stays reserved for good if this is cancelled: the thread continues to write."""
@@ -163,7 +175,7 @@ class TierReader(Generic[C]):
             if is_held:
                 self._damaged_count += 1
                 self._log.warning(
-                    "chunk %s is damaged or gone in %s, and was dropped", chunk.key.hex(), backend.health.backend
+                    "chunk %s is damaged or gone in %s, and was dropped", chunk.key.hex(), backend.health.name
                 )
                 backend.discard([chunk], MissReason.DAMAGED)
             return None

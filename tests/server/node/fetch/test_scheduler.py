@@ -54,7 +54,7 @@ class World:
         self.inflight = InflightFetches()
         self.progress = Progress(self.tier, self._needs(), self._hand, delivers_in_order=self.in_order)
         self.combined = Bandwidth()
-        self.plan = FetchPlan(self.progress, self.inflight, self.holders, self.combined, lambda: None, lambda: self.now)
+        self.plan = FetchPlan(self.progress, self.inflight, self.holders, self.combined, lambda: self.now)
 
     def _needs(self) -> Needs:
         indices, in_order = range(self.count), self.in_order and self.spec.matches_prefixes

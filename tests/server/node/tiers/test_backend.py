@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from lmkv_server.node.tiers.backend import BackendHealth
+from lmkv_server.node.tiers.backend import BackendHealth, BackendTimes
 from tests.waiting import WAIT_SECONDS, until
 
 
@@ -19,14 +19,12 @@ class Backend:
         self.released = threading.Event()
         self.error: OSError | None = None
         self.closed_count = 0
-        self.health = BackendHealth(
-            "tier", "backend", threads={"call": 1}, open_backend=self.open, on_closed=self.count, retry_seconds=3600.0
-        )
+        self.health = BackendHealth("tier", "backend", self, {"call": 1}, BackendTimes(retry_seconds=3600.0))
 
     async def open(self) -> None:
         self.health.opened()
 
-    def count(self) -> None:
+    def lost(self) -> None:
         self.closed_count += 1
 
     def call(self) -> str:

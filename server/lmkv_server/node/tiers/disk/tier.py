@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Self
 
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
-from lmkv.pool.pool import Pool
 from lmkv_server.node.cache.allocator import ALIGNMENT, align
-from lmkv_server.node.cache.events import CacheEvents
-from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.build import HostCache
+from lmkv_server.node.tiers.backend import Backend, BackendTimes
 from lmkv_server.node.tiers.backend_tier import BackendTier
-from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierStats, TierUsage
+from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierUsage
 from lmkv_server.node.tiers.disk.folder import DiskChunk, DiskFolder, FileIo, PlainFiles, PlainIo, read_at, write_at
-from lmkv_server.node.tiers.disk.volume import WRITE_THREADS, DiskVolume
+from lmkv_server.node.tiers.disk.volume import DISK_TIMES, WRITE_THREADS, DiskVolume
 from lmkv_server.node.tiers.encryption_header import HEADER_BYTES, STEP_BYTES
 
 if TYPE_CHECKING:  # it needs `cryptography`, which is optional
@@ -90,8 +89,6 @@ class EncryptedFiles:
 
 
 NAME = "disk"
-OPEN_SECONDS = 5.0
-"""The time that a node that starts waits for its folders to be indexed; the rest is indexed later."""
 DROPPED_AT_ONCE = 4096
 """Chunks that a drop looks at before other tasks run: a few milliseconds."""
 
@@ -100,48 +97,28 @@ class DiskTier(BackendTier[DiskChunk]):
     """Chunks in folders, each a `DiskVolume`. One event loop owns it."""
 
     is_local = True
+    write_threads = WRITE_THREADS
+    open_seconds = 5.0
+    """Until its folders are indexed; the rest is indexed later."""
 
     def __init__(
         self,
         paths: Sequence[Path],
         capacity_bytes: int,
+        cache: HostCache,
         *,
-        tier: HostTier,
-        pool: Pool,
-        events: CacheEvents,
         io: FileIo | None = None,
         encryption: ChunkEncryption | None = None,
-        **seconds: float,
+        times: BackendTimes = DISK_TIMES,
     ) -> None:
-        """Each of the folders may hold an equal part of `capacity_bytes`; `seconds` are for each `DiskVolume`.
+        """Each of the folders may hold an equal part of `capacity_bytes`.
 
         With `encryption` files are encrypted, and `io` is not used.
         """
         files = EncryptedFiles(encryption) if encryption else PlainFiles(io or PlainIo())
-        self.volumes = [
-            DiskVolume(
-                DiskFolder(path, files),
-                capacity_bytes // len(paths),
-                has=self.has,
-                on_open=self._opened,
-                on_stored=self._stored,
-                on_removed=self._removed,
-                **seconds,
-            )
-            for path in paths
-        ]
-        super().__init__(
-            NAME,
-            self.volumes,
-            tier=tier,
-            pool=pool,
-            events=events,
-            write_threads=WRITE_THREADS,
-            open_seconds=OPEN_SECONDS,
-            encryption=encryption,
-        )
-        self._events = events
-        self._evicted_count = 0
+        share_bytes = capacity_bytes // len(paths)
+        self.volumes = [DiskVolume(DiskFolder(path, files), share_bytes, self, times) for path in paths]
+        super().__init__(NAME, self.volumes, cache, encryption)
 
     async def __aenter__(self) -> Self:
         """Opens the folders. Raises `ConfigError` for one that another user could have planted."""
@@ -247,33 +224,20 @@ class DiskTier(BackendTier[DiskChunk]):
         """Returns the usage of the folders."""
         return TierUsage(capacity_bytes=self.capacity_bytes, used_bytes=self.used_bytes, chunk_count=self.chunk_count)
 
-    def stats(self) -> TierStats:
-        """Returns the tier's counters since the start."""
-        return replace(super().stats(), evicted_chunks=self._evicted_count)
-
     def _readable(self, key: ChunkKey, fingerprint: bytes) -> bool:
         for volume in self.volumes:
             if chunk := volume.find(key):
                 return volume.usable and chunk.fingerprint == fingerprint
         return False
 
-    def _opened(self, volume: DiskVolume) -> None:
+    def opened(self, volume: Backend[DiskChunk]) -> None:
+        """Reports the chunks of an opened volume, but for those that other volumes hold, which it removes."""
+        assert isinstance(volume, DiskVolume)
         others = [other for other in self.volumes if other is not volume]
         duplicates = [chunk for chunk in volume.index if any(other.find(chunk.key) for other in others)]
         for chunk in duplicates:
             volume.index.remove(chunk.key)
         volume.remove(duplicates)
         for chunk in volume.index:
-            self._stored(chunk)
-        for unwritten in self.tier:  # they may have been stored while no volume was open
-            self.writer.add(unwritten)
-
-    def _stored(self, chunk: DiskChunk) -> None:
-        self._events.stored(NAME, chunk)
-
-    def _removed(self, chunks: Sequence[DiskChunk], reason: MissReason) -> None:
-        self._evicted_count += len(chunks) * (reason is MissReason.EVICTED_FROM_TIER)
-        for chunk in chunks:
-            self._events.removed(NAME, chunk, reason)
-        if not any(volume.health.is_open for volume in self.volumes):
-            self.writer.clear()
+            self.stored(chunk)
+        super().opened(volume)

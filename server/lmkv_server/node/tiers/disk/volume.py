@@ -18,7 +18,8 @@ from lmkv.misses import MissReason
 from lmkv.units import format_bytes
 from lmkv_server.node.cache.eviction import EvictionQueue
 from lmkv_server.node.cache.host import Chunk
-from lmkv_server.node.tiers.backend import BackendHealth, WriteResult
+from lmkv_server.node.tiers.backend import BackendHealth, BackendTimes, WriteResult
+from lmkv_server.node.tiers.backend_tier import BackendTier
 from lmkv_server.node.tiers.disk.folder import DiskChunk, DiskFolder
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class DiskIndex:
 READ_THREADS = 4
 WRITE_THREADS = 2
 """Enough for near the speed of a device, past the page cache."""
-STALL_SECONDS = 10.0
+DISK_TIMES = BackendTimes(stall_seconds=10.0)
 """A device that takes longer for one chunk is not used until it has answered."""
 REMOVED_AT_ONCE = 256
 FILLED_AT_ONCE = 1024
@@ -141,33 +142,13 @@ class DiskVolume:
     """A folder and its chunks. One event loop owns it; each volume has its own threads, so none waits for another."""
 
     def __init__(
-        self,
-        folder: DiskFolder,
-        capacity_bytes: int,
-        *,
-        has: Callable[[ChunkKey], bool],
-        on_open: Callable[[DiskVolume], None],
-        on_stored: Callable[[DiskChunk], None],
-        on_removed: Callable[[Sequence[DiskChunk], MissReason], None],
-        stall_seconds: float = STALL_SECONDS,
-        **seconds: float,
+        self, folder: DiskFolder, capacity_bytes: int, tier: BackendTier[DiskChunk], times: BackendTimes
     ) -> None:
-        """`has`: whether any volume of the tier holds a chunk; `seconds` are for the `BackendHealth`."""
         self.folder = folder
         self.index = DiskIndex(capacity_bytes)
-        self.health = BackendHealth(
-            "disk",
-            str(folder.path),
-            threads={"read": READ_THREADS, "write": WRITE_THREADS},
-            open_backend=self._open,
-            on_closed=self._forget_all,
-            stall_seconds=stall_seconds,
-            **seconds,
-        )
-        self._has = has
-        self._on_open = on_open
-        self._on_stored = on_stored
-        self._on_removed = on_removed
+        threads = {"read": READ_THREADS, "write": WRITE_THREADS}
+        self.health = BackendHealth("disk", str(folder.path), self, threads, times)
+        self._tier = tier
         self._serial = 0
         self._removals: set[asyncio.Task[None]] = set()
 
@@ -214,16 +195,16 @@ class DiskVolume:
         evicted = self.index.reserve(written.file_bytes)
         if evicted is None:
             return WriteResult.SKIPPED
-        self._on_removed(evicted, MissReason.EVICTED_FROM_TIER)
+        self._tier.removed(evicted, MissReason.EVICTED_FROM_TIER)
         try:
             await self.health.run("write", self.folder.write, written, memory, evicted)
         except OSError as error:
             self.index.give_back(written.file_bytes)
             self._write_failed(error)
             return WriteResult.SKIPPED
-        if is_wanted() and not chunk.dropped and not self._has(chunk.key) and self.health.is_open:
+        if is_wanted() and not chunk.dropped and not self._tier.has(chunk.key) and self.health.is_open:
             self.index.admit(written)
-            self._on_stored(written)
+            self._tier.stored(written)
             return WriteResult.WRITTEN
         self.index.give_back(written.file_bytes)
         self.remove([written])
@@ -233,7 +214,7 @@ class DiskVolume:
         """Forgets chunks, and removes their files in the background."""
         for chunk in chunks:
             self.index.remove(chunk.key)
-        self._on_removed(chunks, reason)
+        self._tier.removed(chunks, reason)
         self.remove(chunks)
 
     def remove(self, chunks: Sequence[DiskChunk]) -> None:
@@ -253,7 +234,8 @@ class DiskVolume:
         self.folder.close()
         await self.settle()
 
-    async def _open(self) -> None:
+    async def open(self) -> None:
+        """Opens the folder and indexes its chunks. Raises `OSError`."""
         await self.health.wait_idle()  # a call of before must not meet the files that are indexed now
         found = await self.health.run("write", self.folder.open)
         superfluous: list[DiskChunk] = []
@@ -270,18 +252,20 @@ class DiskVolume:
             format_bytes(self.index.capacity_bytes),
             "" if self.folder.direct else "; its file system has no direct IO",
         )
-        self._on_open(self)
+        self._tier.opened(self)
 
     async def _remove(self, chunks: Sequence[DiskChunk]) -> None:
         with suppress(OSError):  # closed: the next opening finds them
             for start in range(0, len(chunks), REMOVED_AT_ONCE):
                 await self.health.run("write", self.folder.remove, chunks[start : start + REMOVED_AT_ONCE])
 
-    def _forget_all(self) -> None:
+    def lost(self) -> None:
+        """Forgets all chunks, because the folder failed."""
         chunks = list(self.index)
         for chunk in chunks:
             self.index.remove(chunk.key)
-        self._on_removed(chunks, MissReason.TIER_DOWN)
+        self._tier.removed(chunks, MissReason.TIER_DOWN)
+        self._tier.lost()
 
     def _write_failed(self, error: OSError) -> None:
         if error.errno not in NO_ROOM:

@@ -22,7 +22,8 @@ from lmkv.runtime.patience import MOST_SECONDS
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers import encryption_header
-from lmkv_server.node.tiers.backend import BackendHealth, WriteResult
+from lmkv_server.node.tiers.backend import BackendHealth, BackendTimes, WriteResult
+from lmkv_server.node.tiers.backend_tier import BackendTier
 from lmkv_server.node.tiers.encryption_header import STEP_BYTES
 from lmkv_server.node.tiers.remote.store import (
     ENCRYPTED_ROOT,
@@ -132,30 +133,17 @@ class StoreBackend:
     """A `RemoteStore`, and which chunks it is known to hold. One event loop owns it."""
 
     def __init__(
-        self,
-        name: str,
-        store: RemoteStore,
-        objects: ObjectFormat,
-        *,
-        on_open: Callable[[], None],
-        on_lost: Callable[[], None],
-        **seconds: float,
+        self, tier: BackendTier[RemoteChunk], name: str, store: RemoteStore, objects: ObjectFormat, times: BackendTimes
     ) -> None:
-        """`name` is that of the tier; `seconds` are for the `BackendHealth`."""
-        self.health = BackendHealth(
-            name,
-            store.shown,
-            threads={"read": READ_THREADS, "write": WRITE_THREADS, "lookup": LOOKUP_THREADS},
-            open_backend=self._open,
-            on_closed=on_lost,
-            **seconds,
-        )
+        """`name` is that of the tier."""
+        threads = {"read": READ_THREADS, "write": WRITE_THREADS, "lookup": LOOKUP_THREADS}
+        self.health = BackendHealth(name, store.shown, self, threads, times)
+        self._tier = tier
         self.one_per_request = store.one_per_request
         self.objects = objects
         """What objects are called and contain."""
         self._name = name
         self._store = store
-        self._on_open = on_open
         self._known: OrderedDict[ChunkKey, tuple[RemoteChunk, float]] = OrderedDict()  # until when
         self._owed: set[str] = set()
         """Prefixes of names that are still to be removed; until then nothing is read."""
@@ -310,13 +298,18 @@ class StoreBackend:
         if self._background:
             await asyncio.wait(self._background)
 
-    async def _open(self) -> None:
+    def lost(self) -> None:
+        """What the store holds is asked again when it is open."""
+        self._tier.lost()
+
+    async def open(self) -> None:
+        """Returns once the store has answered. Raises `OSError`."""
         await self.health.run("lookup", self._store.open)
         self._known.clear()
         self.health.opened()
-        logger.info("%s: chunks are kept in %s, too", self._name, self.health.backend)
+        logger.info("%s: chunks are kept in %s, too", self._name, self.health.name)
         self._run_in_background(self._remove_owed())
-        self._on_open()
+        self._tier.opened(self)
 
     async def _remove_owed(self) -> None:
         for prefix in list(self._owed):

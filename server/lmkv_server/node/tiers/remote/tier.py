@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
-from lmkv.pool.pool import Pool
 from lmkv.prompt import Items
 from lmkv.spec import ALL, KvSpec
-from lmkv_server.node.cache.events import CacheEvents
-from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.build import HostCache
+from lmkv_server.node.tiers.backend import BackendTimes
 from lmkv_server.node.tiers.backend_tier import BackendTier
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierUsage
 from lmkv_server.node.tiers.remote.backend import WRITE_THREADS, EncryptedObjects, PlainObjects, StoreBackend
@@ -32,51 +31,33 @@ MOST_ASKED = 1024
 PROBES = 4
 """The same, where each chunk takes a request of its own."""
 _NO_SIZES: Mapping[ChunkKey, int] = {}
-OPEN_SECONDS = 2.0
-"""The time that a node that starts waits for the store."""
+STORE_TIMES = BackendTimes()
 
 
 class RemoteTier(BackendTier[RemoteChunk]):
     """Chunks in a shared store. One event loop owns it."""
 
     is_local = False
+    write_threads = WRITE_THREADS
+    open_seconds = 2.0
 
     def __init__(
         self,
         store: RemoteStore,
+        cache: HostCache,
         name: str = NAME,
-        /,
         *,
-        tier: HostTier,
-        pool: Pool,
-        events: CacheEvents,
         lookup_seconds: float,
         encryption: ChunkEncryption | None = None,
-        **seconds: float,
+        times: BackendTimes = STORE_TIMES,
     ) -> None:
-        """`lookup_seconds` bounds a lookup's wait for the store, unless its answer is worth more; `seconds` are for the
-        `BackendHealth`.
+        """`lookup_seconds` bounds a lookup's wait for the store, unless its answer is worth more.
 
         With `encryption` objects are encrypted, and others are not looked up.
         """
-        self.backend = StoreBackend(
-            name,
-            store,
-            EncryptedObjects(encryption) if encryption else PlainObjects(),
-            on_open=self._opened,
-            on_lost=lambda: self.writer.clear(),
-            **seconds,
-        )
-        super().__init__(
-            name,
-            [self.backend],
-            tier=tier,
-            pool=pool,
-            events=events,
-            write_threads=WRITE_THREADS,
-            open_seconds=OPEN_SECONDS,
-            encryption=encryption,
-        )
+        objects = EncryptedObjects(encryption) if encryption else PlainObjects()
+        self.backend = StoreBackend(self, name, store, objects, times)
+        super().__init__(name, [self.backend], cache, encryption)
         self._lookup_seconds = lookup_seconds
 
     async def lookup(self, needs: Needs) -> Presence:
@@ -209,7 +190,7 @@ class RemoteTier(BackendTier[RemoteChunk]):
         try:
             return Dropped(chunk_count=await self._drop(selection))
         except OSError as error:
-            raise Unreachable(f"{self.backend.health.backend} did not remove them: {error}") from None
+            raise Unreachable(f"{self.backend.health.name} did not remove them: {error}") from None
 
     async def _drop(self, selection: Selection) -> int:
         root = self.backend.objects.root
@@ -225,7 +206,3 @@ class RemoteTier(BackendTier[RemoteChunk]):
     def usage(self) -> TierUsage | None:
         """None: only the store knows."""
         return None
-
-    def _opened(self) -> None:
-        for unwritten in self.tier:  # they may have been stored while the store was closed
-            self.writer.add(unwritten)

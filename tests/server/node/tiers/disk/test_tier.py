@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from lmkv_server.node.tiers.backend import BackendTimes
 from lmkv_server.node.tiers.disk import folder as disk_folder
 from lmkv_server.node.tiers.disk.folder import PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
@@ -241,9 +242,8 @@ class Trouble(PlainIo):
 async def test_a_slow_disk_delays_nothing_and_is_used_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     trouble = Trouble()
     host = Host(8)
-    async with DiskTier(
-        [folder], 32 * CHUNK_BYTES, tier=host.tier, pool=host.pool, events=host.events, io=trouble, stall_seconds=1.0
-    ) as disk:
+    times = BackendTimes(stall_seconds=1.0)
+    async with DiskTier([folder], 32 * CHUNK_BYTES, host.cache, io=trouble, times=times) as disk:
         host.disk = disk
         host.store(0)
         await until(lambda: not disk.usable)
@@ -263,9 +263,7 @@ async def test_a_slow_disk_delays_nothing_and_is_used_again(folder: Path, caplog
 async def test_a_chunk_that_is_dropped_while_it_is_written_is_not_kept(folder: Path) -> None:
     trouble = Trouble()
     host = Host(8)
-    async with DiskTier(
-        [folder], 32 * CHUNK_BYTES, tier=host.tier, pool=host.pool, events=host.events, io=trouble
-    ) as disk:
+    async with DiskTier([folder], 32 * CHUNK_BYTES, host.cache, io=trouble) as disk:
         host.disk = disk
         host.store(0)
         host.store(1)

@@ -78,10 +78,8 @@ def make_tier(context: TierContext) -> FolderTier:
         raise ConfigError(f"tiers: {context.name} needs folder", key="tiers")
     return FolderTier(
         FolderStore(Path(folder)),
+        context.cache,
         context.name,
-        tier=context.tier,
-        pool=context.pool,
-        events=context.events,
         lookup_seconds=5.0,
         encryption=context.encryption(context.name),
     )

@@ -14,6 +14,7 @@ from lmkv_client.demo.process import free_port as find_free_port
 from lmkv_server.node.tiers.base import Needs
 from lmkv_server.node.tiers.remote.s3 import S3Store
 from lmkv_server.node.tiers.remote.store import HEADER_BYTES, ROOT
+from lmkv_server.node.tiers.remote.tier import RemoteTier
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
 from tests.server.node.remote_parts import AWS, CHUNK_BYTES, SPEC, S3Server, Silent, host_with, name_of, names_of
@@ -370,7 +371,7 @@ async def test_a_store_that_stays_frozen_is_lost_and_back_when_it_thaws(redis: R
 
 
 async def test_a_store_that_never_says_a_word_holds_up_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmkv_server.node.tiers.remote.tier.OPEN_SECONDS", 0.05)
+    monkeypatch.setattr(RemoteTier, "open_seconds", 0.05)
     with Silent() as url:
         async with host_with(RedisServer().store(url, timeout_seconds=LOST_SECONDS), ready=False) as host:
             assert not host.remote.usable
