@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import ChannelUnsupported, Unreachable, WrongInstance
@@ -222,34 +222,6 @@ class Channel(Protocol):
 
     async def aclose(self) -> None:
         """Ends all reads, then releases the memory and disconnects from all peers. Idempotent."""
-
-
-class Peer(Protocol):
-    """The fields of a peer that every channel knows."""
-
-    @property
-    def region(self) -> Region:
-        """Its pool, at the address in its own process."""
-
-
-P = TypeVar("P", bound=Peer)
-
-
-def find_peer(
-    peers: Mapping[str, P], peer_name: str, copies: Sequence[Copy], own: Region, on_stopped: Callable[[], None]
-) -> P:
-    """The peer of a read whose copies are valid.
-
-    Raises `Unreachable` after calling `on_stopped`, if the peer was not added or as `check_copies` does.
-    """
-    try:
-        if peer_name not in peers:
-            raise Unreachable(f"{peer_name} is not connected", peer=peer_name)
-        check_copies(peer_name, copies, peers[peer_name].region, own)
-    except Unreachable:
-        on_stopped()
-        raise
-    return peers[peer_name]
 
 
 def check_copies(peer_name: str, copies: Sequence[Copy], peer: Region, own: Region) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, Self
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from lmkv.errors import ConfigError, Unreachable
-from lmkv.transfer.channel import ChannelEnd, Copy, PeerReader, Region, find_peer, unwrap, wrap
-from lmkv.transfer.threads import Job, Threads
+from lmkv.transfer.channel import ChannelEnd, Copy, PeerReader, Region, unwrap, wrap
+from lmkv.transfer.threads import Job, ThreadedChannel, ThreadedRead
 
 ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
@@ -37,15 +37,18 @@ class _MooncakePeer(NamedTuple):
     target: str
     """Its name in Mooncake."""
 
+    def forget(self) -> None:
+        """Does nothing: Mooncake keeps its connections."""
 
-class MooncakeChannel:
+
+class MooncakeChannel(ThreadedChannel[_MooncakePeer]):
     """The `Channel` contract over Mooncake. Created by `open`."""
 
     name = "mooncake"
 
     def __init__(self, end: ChannelEnd) -> None:
         """Raises `ConfigError` if Mooncake is missing or does not start."""
-        self._own = end.region
+        super().__init__(end, READ_THREADS)
         protocol = _protocol(end.options)
         self._engine: Any = _load().TransferEngine()
         if self._engine.initialize(end.host, "P2PHANDSHAKE", protocol, ""):
@@ -60,8 +63,6 @@ class MooncakeChannel:
         self._engine.register_memory(self._scratch.ctypes.data, SCRATCH_BYTES)
         fields = {"target": f"{end.host}:{self._engine.get_rpc_port()}"}
         self._metadata = wrap(self.name, end, json.dumps(fields).encode())
-        self._peers: dict[str, _MooncakePeer] = {}
-        self._threads = Threads("lmkv-mooncake", READ_THREADS)
 
     @classmethod
     async def open(cls, end: ChannelEnd) -> Self:
@@ -80,30 +81,14 @@ class MooncakeChannel:
         await self._threads.run(peer_name, [part], CONNECT_SECONDS, lambda: None)
         self._peers[peer_name] = _MooncakePeer(region, target)
 
-    async def remove_peer(self, peer_name: str) -> None:
-        self._peers.pop(peer_name, None)
-
-    async def read(
-        self,
-        peer_name: str,
-        copies: Sequence[Copy],
-        timeout_seconds: float,
-        on_stopped: Callable[[], None],
-        grant_id: str = "",  # noqa: ARG002 # readers access the memory themselves
-    ) -> None:
-        peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
-        parts = [partial(self._read, peer.target, copies)] if copies else []
-        await self._threads.run(peer_name, parts, timeout_seconds, on_stopped)
-
-    def serve(self, needed: bool) -> None:
-        """Does nothing: Mooncake serves readers in its own threads."""
-
     async def aclose(self) -> None:
-        await self._threads.aclose()
-        self._peers.clear()
+        await super().aclose()
         engine, self._engine = self._engine, None
         if engine:
             await asyncio.to_thread(_close, engine, [self._own.address, self._scratch.ctypes.data])
+
+    def _make_read(self, peer: _MooncakePeer, copies: Sequence[Copy], _grant_id: str) -> ThreadedRead:
+        return ThreadedRead(parts=[partial(self._read, peer.target, copies)] if copies else [])
 
     def _read(self, target: str, copies: Sequence[Copy], job: Job) -> None:
         """Runs in a thread. Reads one range at a time: of several, some might continue after one has failed."""

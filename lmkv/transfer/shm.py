@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +23,8 @@ import numpy as np
 
 from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
 from lmkv.pool.socket import FdOffer, FdServer, Fields, receive_fd
-from lmkv.transfer.channel import ChannelEnd, Copy, PeerReader, Region, SummedCopy, find_peer, unwrap, wrap
-from lmkv.transfer.threads import Job, Threads
+from lmkv.transfer.channel import ChannelEnd, Copy, PeerReader, Region, SummedCopy, unwrap, wrap
+from lmkv.transfer.threads import Job, ThreadedChannel, ThreadedRead
 
 COPY_THREADS = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 """A thread copies and sums 4 to 6 GB/s, a fraction of the memory bandwidth. The engine needs processors, too."""
@@ -37,7 +37,7 @@ CHECKSUMS = 1 << 64
 """Partial checksums are added modulo this."""
 
 
-class ShmChannel:
+class ShmChannel(ThreadedChannel["_MappedPeer"]):
     """The `Channel` contract over shared memory. Created by `open`."""
 
     name = "shm"
@@ -45,7 +45,7 @@ class ShmChannel:
     def __init__(self, end: ChannelEnd) -> None:
         if end.socket_path is None:
             raise ConfigError("transfer_channel: 'shm' needs a unix socket to pass the pool", key="transfer_channel")
-        self._own = end.region
+        super().__init__(end, COPY_THREADS)
         self._copy = end.summed_copy or _plain_copy
         self._sums = end.summed_copy is not None
         self._token = secrets.token_hex(TOKEN_BYTES)
@@ -54,8 +54,6 @@ class ShmChannel:
         # Reopened read-only: receivers of this file description cannot write to the pool.
         self._read_only_fd = os.open(f"/proc/self/fd/{end.pool.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._fd_server = FdServer(end.socket_path, self._offer, "transfer socket")
-        self._peers: dict[str, _MappedPeer] = {}
-        self._threads = Threads("lmkv-shm", COPY_THREADS)
 
     @classmethod
     async def open(cls, end: ChannelEnd) -> Self:
@@ -85,43 +83,24 @@ class ShmChannel:
         self._peers[peer_name] = peer
         asyncio.get_running_loop().add_reader(peer.connection, self._forget, peer_name)
 
-    async def remove_peer(self, peer_name: str) -> None:
-        self._forget(peer_name)
-
-    async def read(
-        self,
-        peer_name: str,
-        copies: Sequence[Copy],
-        timeout_seconds: float,
-        on_stopped: Callable[[], None],
-        grant_id: str = "",  # noqa: ARG002 # readers access the memory themselves
-    ) -> list[int] | None:
-        peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
+    def _make_read(self, peer: _MappedPeer, copies: Sequence[Copy], _grant_id: str) -> ThreadedRead:
         steps = deque(_steps(copies))
         summed: deque[tuple[int, int]] = deque()
         parts = [partial(_copy_steps, peer, steps, self._copy, summed)] * min(COPY_THREADS, len(steps))
         peer.read_count += 1
 
-        def stopped() -> None:
-            peer.read_count -= 1
-            peer.close_if_done()
-            on_stopped()
+        def checksums() -> list[int] | None:
+            if not self._sums:
+                return None
+            sums = [0] * len(copies)
+            for index, part in summed:
+                sums[index] = (sums[index] + part) % CHECKSUMS
+            return sums
 
-        await self._threads.run(peer_name, parts, timeout_seconds, stopped)
-        if not self._sums:
-            return None
-        sums = [0] * len(copies)
-        for index, part in summed:
-            sums[index] = (sums[index] + part) % CHECKSUMS
-        return sums
-
-    def serve(self, needed: bool) -> None:
-        """Does nothing: readers access the memory themselves."""
+        return ThreadedRead(parts=parts, stop=peer.end_read, checksums=checksums)
 
     async def aclose(self) -> None:
-        await self._threads.aclose()
-        for peer_name in tuple(self._peers):
-            self._forget(peer_name)
+        await super().aclose()
         await self._fd_server.aclose()
         if self._read_only_fd >= 0:
             os.close(self._read_only_fd)
@@ -132,13 +111,6 @@ class ShmChannel:
         if not isinstance(token, str) or not secrets.compare_digest(token.encode(), self._token.encode()):
             raise Unreachable("the token is wrong")
         return FdOffer(fd=self._read_only_fd, fields={})
-
-    def _forget(self, peer_name: str) -> None:
-        """Removes a peer; its memory is unmapped when no read uses it."""
-        if peer := self._peers.pop(peer_name, None):
-            asyncio.get_running_loop().remove_reader(peer.connection)
-            peer.removed = True
-            peer.close_if_done()
 
 
 class _MappedPeer:
@@ -153,16 +125,26 @@ class _MappedPeer:
         """The pool, at the address in the peer's process."""
         self.read_count = 0
         """Reads in flight."""
-        self.removed = False
+        self._is_removed = False
         if os.fstat(fd).st_size < region.size_bytes:  # access beyond the end of the file raises SIGBUS
             raise ValueError(f"the file is shorter than {region.size_bytes} bytes")
         self._memory = [np.frombuffer(mmap.mmap(fd, region.size_bytes, prot=mmap.PROT_READ), np.uint8)]
         self.address = self._memory[0].ctypes.data
         """Address of the pool in this process."""
 
-    def close_if_done(self) -> None:
-        """Unmaps the pool of a removed peer when no read uses it."""
-        if self.removed and not self.read_count:
+    def forget(self) -> None:
+        """Unmaps the pool, when no read uses it."""
+        asyncio.get_running_loop().remove_reader(self.connection)
+        self._is_removed = True
+        self._close_if_done()
+
+    def end_read(self) -> None:
+        """A read has stopped."""
+        self.read_count -= 1
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if self._is_removed and not self.read_count:
             self._memory.clear()
             self.connection.close()
 

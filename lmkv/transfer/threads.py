@@ -1,4 +1,7 @@
-"""Runs blocking reads in threads, with timeouts, cancellation, and notification when a read has stopped."""
+"""Runs blocking reads in threads, with timeouts, cancellation, and notification when a read has stopped.
+
+`ThreadedChannel` is the base of the channels that read in threads.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from lmkv.errors import Full, LmkvError, Unreachable
+from lmkv.transfer.channel import ChannelEnd, Copy, Region, check_copies
 
 logger = logging.getLogger(__name__)
 
@@ -133,3 +139,86 @@ def _run(part: Part, job: Job) -> None:
         part(job)
     except BaseException as error:
         job.fail(error)
+
+
+class ReadablePeer(Protocol):
+    """A peer, as a channel that reads in threads knows it."""
+
+    @property
+    def region(self) -> Region:
+        """Its pool, at the address in its own process."""
+
+    def forget(self) -> None:
+        """Releases its connections and memory: now, or after the reads that use them. Called on the event loop."""
+
+
+P = TypeVar("P", bound=ReadablePeer)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThreadedRead:
+    """One read of a channel: its parts, and how it ends."""
+
+    parts: Sequence[Part]
+    stop: Callable[[], None] = lambda: None
+    """Called when all parts have ended."""
+    checksums: Callable[[], list[int] | None] = lambda: None
+    """Returns the result of the read, if it has succeeded."""
+
+
+class ThreadedChannel(Generic[P]):
+    """The peers of a channel, and its reads from them. A channel adds peers, and makes a `ThreadedRead` of copies."""
+
+    name: ClassVar[str]
+
+    def __init__(self, end: ChannelEnd, thread_count: int) -> None:
+        self._own = end.region
+        self._peers: dict[str, P] = {}
+        self._threads = Threads(f"lmkv-{self.name}", thread_count)
+
+    async def remove_peer(self, peer_name: str) -> None:
+        """Implements `Channel`."""
+        self._forget(peer_name)
+
+    async def read(
+        self,
+        peer_name: str,
+        copies: Sequence[Copy],
+        timeout_seconds: float,
+        on_stopped: Callable[[], None],
+        grant_id: str = "",
+    ) -> list[int] | None:
+        """Implements `Channel`."""
+        try:
+            if peer_name not in self._peers:
+                raise Unreachable(f"{peer_name} is not connected", peer=peer_name)
+            peer = self._peers[peer_name]
+            check_copies(peer_name, copies, peer.region, self._own)
+        except Unreachable:
+            on_stopped()
+            raise
+        read = self._make_read(peer, copies, grant_id)
+
+        def stopped() -> None:
+            read.stop()
+            on_stopped()
+
+        await self._threads.run(peer_name, read.parts, timeout_seconds, stopped)
+        return read.checksums()
+
+    def serve(self, needed: bool) -> None:
+        """Does nothing: peers access the memory themselves, or threads serve them."""
+
+    async def aclose(self) -> None:
+        """Ends all reads and disconnects from all peers. Idempotent."""
+        await self._threads.aclose()
+        for peer_name in tuple(self._peers):
+            self._forget(peer_name)
+
+    def _forget(self, peer_name: str) -> None:
+        if peer := self._peers.pop(peer_name, None):
+            peer.forget()
+
+    def _make_read(self, peer: P, copies: Sequence[Copy], grant_id: str) -> ThreadedRead:
+        """The parts of a read whose copies are inside of both pools."""
+        raise NotImplementedError

@@ -36,11 +36,10 @@ from lmkv.transfer.channel import (
     Copy,
     PeerReader,
     Region,
-    find_peer,
     unwrap,
     wrap,
 )
-from lmkv.transfer.threads import Job, Threads
+from lmkv.transfer.threads import Job, ThreadedChannel, ThreadedRead
 
 logger = logging.getLogger(__name__)
 
@@ -277,21 +276,19 @@ MAX_IDLE = 2
 CONNECT_SECONDS = 4.0
 
 
-class UcxChannel:
+class UcxChannel(ThreadedChannel["_UcxPeer"]):
     """The `Channel` contract over UCX. Created by `open`."""
 
     name = "ucx"
 
     def __init__(self, end: ChannelEnd) -> None:
         """Raises `ConfigError` if ucxx is missing or UCX does not start."""
-        self._own = end.region
+        super().__init__(end, READ_THREADS)
         self._pool = end.pool
         self._api = load_ucxx()
         self._end = end
         self._server = UcxServer(self._api, end)
         self._port = self._server.start()
-        self._peers: dict[str, _UcxPeer] = {}
-        self._threads = Threads("lmkv-ucx", READ_THREADS)
 
     @classmethod
     async def open(cls, end: ChannelEnd) -> Self:
@@ -308,44 +305,16 @@ class UcxChannel:
         known = self._peers.get(peer_name)
         if known and known.metadata == metadata:
             peer = known
-        await self._run_read(peer_name, peer, [], CONNECT_SECONDS, lambda: None, "")
+        probe = self._make_read(peer, [], "")
+        await self._threads.run(peer_name, probe.parts, CONNECT_SECONDS, probe.stop)
         self._peers[peer_name] = peer
 
-    async def remove_peer(self, peer_name: str) -> None:
-        if peer := self._peers.pop(peer_name, None):
-            peer.forget()
-
-    async def read(
-        self,
-        peer_name: str,
-        copies: Sequence[Copy],
-        timeout_seconds: float,
-        on_stopped: Callable[[], None],
-        grant_id: str = "",
-    ) -> None:
-        peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
-        await self._run_read(peer_name, peer, copies, timeout_seconds, on_stopped, grant_id)
-
-    def serve(self, needed: bool) -> None:
-        """Does nothing: a blocking thread serves readers."""
-
     async def aclose(self) -> None:
-        await self._threads.aclose()
-        for peer_name in tuple(self._peers):
-            await self.remove_peer(peer_name)
+        await super().aclose()
         await asyncio.to_thread(self._server.close)
 
-    async def _run_read(
-        self,
-        peer_name: str,
-        peer: _UcxPeer,
-        copies: Sequence[Copy],
-        timeout_seconds: float,
-        on_stopped: Callable[[], None],
-        grant_id: str,
-    ) -> None:
-        part = partial(self._receive, peer, copies, grant_id)
-        await self._threads.run(peer_name, [part], timeout_seconds, on_stopped)
+    def _make_read(self, peer: _UcxPeer, copies: Sequence[Copy], grant_id: str) -> ThreadedRead:
+        return ThreadedRead(parts=[partial(self._receive, peer, copies, grant_id)])
 
     def _receive(self, peer: _UcxPeer, copies: Sequence[Copy], grant_id: str, job: Job) -> None:
         """Runs in a thread. Closes a failed connection: without its worker no more bytes arrive."""

@@ -337,8 +337,8 @@ class Engines:
         async with EngineClient(self.node) as engine:
             await store(engine, self.node.pool, 0, 1, 2)
             assert self.node.disk
-            assert self.node._service._buffers
-            self.buffers = self.node._service._buffers
+            assert self.node.service._buffers
+            self.buffers = self.node.service._buffers
             disk = self.node.disk
             await until(lambda: disk.chunk_count == 3)
         await self.restore()

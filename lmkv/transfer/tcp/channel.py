@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Self
 
 from lmkv.errors import ChannelUnsupported, Unreachable
-from lmkv.transfer.channel import ChannelEnd, Copy, PeerReader, Region, find_peer, unwrap, wrap
+from lmkv.transfer.channel import ChannelEnd, Copy, PeerReader, Region, unwrap, wrap
 from lmkv.transfer.tcp.server import GRANTED, MAX_RANGES, REFUSED, Connection, TcpServer, Tls, hello, request
-from lmkv.transfer.threads import Job, Threads
+from lmkv.transfer.threads import Job, ThreadedChannel, ThreadedRead
 
 READ_THREADS = 8
 """Concurrent reads; others wait."""
@@ -26,19 +26,17 @@ CONNECT_SECONDS = 2.0
 HANDSHAKE_SECONDS = 5.0
 
 
-class TcpChannel:
+class TcpChannel(ThreadedChannel["_TcpPeer"]):
     """The `Channel` contract over TCP sockets. Created by `open`."""
 
     name = "tcp"
 
     def __init__(self, end: ChannelEnd) -> None:
+        super().__init__(end, READ_THREADS)
         self._end = end
-        self._own = end.region
         self._pool = end.pool
         self._tls = Tls(end.tls) if end.tls else None
         self._server = TcpServer(end, self._tls)
-        self._peers: dict[str, _TcpPeer] = {}
-        self._threads = Threads("lmkv-tcp", READ_THREADS)
 
     @classmethod
     async def open(cls, end: ChannelEnd) -> Self:
@@ -65,37 +63,19 @@ class TcpChannel:
         self._peers[peer_name] = peer
         peer.keep(connection)
 
-    async def remove_peer(self, peer_name: str) -> None:
-        if peer := self._peers.pop(peer_name, None):
-            peer.forget()
+    async def aclose(self) -> None:
+        await super().aclose()
+        await self._server.aclose()
 
-    async def read(
-        self,
-        peer_name: str,
-        copies: Sequence[Copy],
-        timeout_seconds: float,
-        on_stopped: Callable[[], None],
-        grant_id: str = "",
-    ) -> None:
-        peer = find_peer(self._peers, peer_name, copies, self._own, on_stopped)
+    def _make_read(self, peer: _TcpPeer, copies: Sequence[Copy], grant_id: str) -> ThreadedRead:
         connections = [connection] if (connection := peer.take()) else []
         part = partial(self._receive, peer, connections, copies, grant_id)
 
-        def stopped() -> None:
+        def stop() -> None:
             for connection in connections:
                 peer.keep(connection)
-            on_stopped()
 
-        await self._threads.run(peer_name, [part] if copies else [], timeout_seconds, stopped)
-
-    def serve(self, needed: bool) -> None:
-        """Does nothing: readers are served by blocking threads."""
-
-    async def aclose(self) -> None:
-        await self._threads.aclose()
-        for peer_name in tuple(self._peers):
-            await self.remove_peer(peer_name)
-        await self._server.aclose()
+        return ThreadedRead(parts=[part] if copies else [], stop=stop)
 
     def _check_encryption(self, peer_name: str, is_encrypted: bool) -> None:
         if is_encrypted == (self._tls is not None):

@@ -35,7 +35,7 @@ class HostGuard:
     """Names from `allowed_hosts`. Without any, a server that is not bound to loopback accepts every name."""
 
     def refusal(self, host: str, origin: str | None) -> str:
-        """Why a request with these headers is refused; empty if it is not."""
+        """Says why a request with these headers is refused; empty if it is not."""
         try:
             if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
                 return f"pages of {origin} may not call this server"

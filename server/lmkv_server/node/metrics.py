@@ -130,7 +130,7 @@ class NodeMetrics(Collector):
         )
 
     def _in_tiers(self) -> Iterator[Metric]:
-        """What each secondary tier has done, and how full it is if the node knows; the label `tier` is its name."""
+        """Yields the work of each secondary tier, and its usage if the node knows it; the label `tier` is its name."""
         stats = {tier.name: tier.stats() for tier in self._node.tiers}
         usages = {tier.name: usage for tier in self._node.tiers if (usage := tier.usage())}
         yield from _by_tier(CounterMetricFamily, TIER_COUNTERS, stats)
@@ -268,7 +268,7 @@ def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily
 
 
 INSTANCE_LABEL = "instance_id"
-"""As in the coordinator's metrics: Prometheus's own `instance` is an address."""
+"""The same label as in the coordinator's metrics: Prometheus's own `instance` is an address."""
 
 MAX_CONCURRENT_REQUESTS = 32
 MAX_CONNECTIONS_PER_CLIENT = 16

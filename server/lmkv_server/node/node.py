@@ -184,7 +184,7 @@ class Node:
         return OrderRunner(context)
 
     def _ordered_tiers(self) -> list[SecondaryTier]:
-        """In the order in which they are asked: on this host, at peers, elsewhere."""
+        """Returns the tiers in the order in which they are asked: on this host, at peers, elsewhere."""
         tiers: list[SecondaryTier] = [tier for tier in self.stores if tier.is_local]
         if side := self.peer_side:
             tiers.append(PeerTier(side.fetcher, self.fleet, self.config.coordinator_timeout))
@@ -361,7 +361,7 @@ class Node:
         await self._linger.wait()
 
     def _end_time(self) -> timestamp_pb2.Timestamp | None:
-        """When it ends unless an engine attaches; None while there are engines, or if it stays."""
+        """Returns when it ends unless an engine attaches; None while there are engines, or if it stays."""
         if self._linger is None or self.engines.mapped_count:
             return None
         end = timestamp_pb2.Timestamp()

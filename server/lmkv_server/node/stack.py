@@ -70,7 +70,7 @@ class TierStack:
             self._receiver.drop(handoff_id)
 
     def promised(self, handoff_id: str, first: int, total: int) -> tuple[int, str]:
-        """How many chunks from `first` on, of a prompt of `total`, a handoff may send, and the instance that does."""
+        """Counts the chunks from `first` on, of `total`, that a handoff may send; and names their instance."""
         return self._receiver.promised(handoff_id, first, total) if handoff_id and self._receiver else (0, "")
 
     # --- Tiers ---------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class TierStack:
             logger.warning("%s: %s", tier.name, error)
 
     async def _presence(self, tier: SecondaryTier, found: Found, progress: Progress) -> Presence:
-        """What the tier holds of the missing chunks: as the lookup found, or asked now if that was about others."""
+        """Finds the missing chunks that the tier holds: as the lookup has, or by asking now about others."""
         missing = sorted(progress.missing)
         known = found.presence(tier.name)
         if known is not None and missing[0] in known.asked:

@@ -126,7 +126,7 @@ class Engine:
         self.role = role
         self.is_healthy = False
         self.failure = "no health check has completed yet"
-        """Why it is unhealthy; empty if it is healthy."""
+        """The reason why it is unhealthy; empty if it is healthy."""
         self.models: tuple[EngineModel, ...] = ()
         self.instance_id = ""
         """The instance that stores its chunks; empty if the engine does not report one."""
@@ -158,7 +158,7 @@ class Engine:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why no new request may use it; empty if one may."""
+        """The reason why no new request may use it; empty if requests may."""
         return self.failure or ("it is draining" if self.is_draining else "")
 
     def model(self, name: object) -> EngineModel:

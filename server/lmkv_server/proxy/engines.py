@@ -31,7 +31,7 @@ NAME_SCHEME = "dns"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineEndpoint:
-    """Where engines are: one at a URL, or one at each address of the host of a `dns://` URL."""
+    """The place of engines: one engine at a URL, or one at each address of the host of a `dns://` URL."""
 
     url: str
     role: str

@@ -174,7 +174,7 @@ class Proxy:
 
 
 def _refusal(config: ProxyConfig, authenticator: Authenticator) -> str:
-    """Why no client may change the engines; empty if those of the right role may."""
+    """Says why no client may change the engines; empty if clients of the right role may."""
     if is_loopback(config.host) or config.tls_client_ca or not authenticator.is_open:
         return ""
     return "engines cannot be changed at a port that others reach without a token; set auth_tokens at the proxy"

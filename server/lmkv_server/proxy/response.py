@@ -102,7 +102,7 @@ class ResponseWriter:
         self._metrics = metrics
         self._arrival = time.perf_counter()
         self._last: float | None = None
-        """When the last token was sent; None before the first."""
+        """The time at which the last token was sent; None before the first."""
         self._tokens = TokenCounter()
 
     @property

@@ -200,7 +200,7 @@ async def test_a_reader_keeps_few_idle_connections_and_none_to_a_peer_that_it_ha
     await reader.add_peer("owner:1", channel.metadata_for(memory.admit()))
     copy = Copy(remote_address=memory.address, local_address=mine.address, size_bytes=MIB)
 
-    def read() -> asyncio.Task[None]:
+    def read() -> asyncio.Task[list[int] | None]:
         return asyncio.create_task(reader.read("owner:1", [copy], WAIT_SECONDS, lambda: None, GRANT_ID))
 
     await asyncio.gather(*(read() for _ in range(READ_THREADS)))

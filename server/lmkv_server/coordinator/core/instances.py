@@ -134,9 +134,9 @@ class Instance:
         self.fetch_serial = 0
         """Its count of fetch orders, as last reported; see `DropOrder.fetch_serial`."""
         self.leaving_until = 0.0
-        """Until when a drain, of any coordinator, has it expect to be stopped, as last reported."""
+        """The time up to which a drain of any coordinator lets it expect to be stopped, as last reported."""
         self.drained_until = 0.0
-        """The same of a drain of this coordinator, which it may not have reported yet."""
+        """The same time by a drain of this coordinator, which it may not have reported yet."""
 
     @property
     def is_standby(self) -> bool:
@@ -260,7 +260,7 @@ class Instances:
         return gone
 
     def next_expiry(self) -> float | None:
-        """When the next lease expires unless it is renewed; None without instances."""
+        """Returns when the next lease expires unless it is renewed; None without instances."""
         return min((instance.expire_time for instance in self), default=None)
 
     def postpone(self, seconds: float) -> None:

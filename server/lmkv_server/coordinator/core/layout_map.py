@@ -332,7 +332,7 @@ class LayoutMap:
         return (0, 0) if slot is None else self._table.match_at(slot, tier, chunk_keys)
 
     def held_mask(self, instance_id: str, tier: int, chunk_keys: bytes) -> NDArray[np.bool_]:
-        """Which of the chunks an instance holds in one tier (0: in any)."""
+        """Marks the chunks that an instance holds in one tier (0: in any)."""
         return np.frombuffer(self.held(instance_id, tier, chunk_keys), np.bool_)
 
     def held(self, instance_id: str, tier: int, chunk_keys: bytes) -> bytes:

@@ -54,7 +54,7 @@ class HeldAt:
         return self._held(self._keys(part, start, stop))
 
     def tails(self, _: int) -> Sequence[Tail]:
-        """None: `with_tails` looks for the tails of all instances together."""
+        """Returns none: `with_tails` looks for the tails of all instances together."""
         return ()
 
     def _held(self, keys: bytes) -> bytes:

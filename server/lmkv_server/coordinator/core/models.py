@@ -84,7 +84,7 @@ RETRY_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpecConflict:
-    """Why two instances of a model cannot share chunks; the fields are those of `lmkv.v1.SpecConflict`."""
+    """The reason why two instances of a model cannot share chunks; the fields are those of `lmkv.v1.SpecConflict`."""
 
     instance_id: str
     model_name: str

@@ -163,7 +163,7 @@ class InstanceFollower:
             self._fail()
 
     def finish_scan(self, load: SnapshotLoad, end_position: LogPosition) -> None:
-        """All records are staged; `end_position` is the log's position afterwards. Call `advance` next."""
+        """Ends the scan: all records are staged, and the log is at `end_position`. Call `advance` next."""
         if self._load is not load:
             return
         if load.has_marker:

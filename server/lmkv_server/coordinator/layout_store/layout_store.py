@@ -64,7 +64,7 @@ class NoSharedStore:
     owner = ""
 
     async def publish(self, instance_id: str, epoch: int) -> Publication | None:  # noqa: ARG002
-        """None: nothing is published."""
+        """Returns None: nothing is published."""
         return None
 
     def load(self, follower: InstanceFollower) -> None:
@@ -79,7 +79,7 @@ class NoSharedStore:
         lifetime_seconds: float,  # noqa: ARG002
         age_seconds: float,  # noqa: ARG002
     ) -> int | None:
-        """None: nothing is written."""
+        """Returns None: nothing is written."""
         return None
 
     async def read_operations(self, name: str, max_bytes: int) -> list[OwnedRecords]:  # noqa: ARG002

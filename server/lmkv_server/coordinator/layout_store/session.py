@@ -122,7 +122,7 @@ class LogListener(Protocol):
         """An entry was read."""
 
     def advance(self, shard: int) -> None:
-        """All entries up to the reader's position were handled."""
+        """Notes that all entries up to the reader's position were handled."""
 
     def handle_gap(self, shard: int) -> None:
         """Entries were trimmed before they were read, or cannot be decoded, or the log was dropped."""

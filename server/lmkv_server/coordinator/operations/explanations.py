@@ -168,7 +168,7 @@ class FleetHints:
         )
 
     def _choose(self, selections: Sequence[SelectedChunks], instance: Instance, action: HintAction) -> SelectedChunks:
-        """If the model name has several specs: of those that the instance serves the one of which it holds most.
+        """Chooses among the specs of a model name: of those that the instance serves, the one that it holds most of.
 
         For a prefetch that is the one of which any instance holds most.
         """

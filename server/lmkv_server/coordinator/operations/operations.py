@@ -49,7 +49,7 @@ class Operation:
     progress: Progress
     """Updated by the work."""
     request: Request | None
-    """None if another coordinator runs it."""
+    """The request; None if another coordinator runs the operation."""
     create_time: float
     expire_time: float
     """Deadline."""
@@ -230,7 +230,7 @@ class Work(Protocol):
     """The work of an operation: a move, a clear or a drain."""
 
     progress: Any
-    """Its `Progress`, which it updates."""
+    """The `Progress` of the operation, which it updates."""
 
     @property
     def size_bytes(self) -> int:

@@ -126,7 +126,7 @@ class PromptChain:
         return keys
 
     async def extend_in_slices(self, tokens: Tokens) -> bytes:
-        """As `extend`; other tasks run after each slice."""
+        """Extends the chain as `extend` does; other tasks run after each slice."""
         parts = []
         for start in range(0, tokens.size, self._slice_tokens):
             parts.append(self.extend(tokens[start : start + self._slice_tokens]))

@@ -1,4 +1,4 @@
-"""Which bytes of the pool are free. Pure; used by the host tier."""
+"""The allocator of the host tier: tracks the free bytes of the pool. Pure."""
 
 from __future__ import annotations
 

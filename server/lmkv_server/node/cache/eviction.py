@@ -22,7 +22,7 @@ from lmkv.keys import ChunkKey
 from lmkv_server.node.cache.learned import Learned
 
 _FIRST = 1 << 62
-"""What the turns of superseded chunks precede those of all others by."""
+"""Turns of superseded chunks are this much lower than their own, so that they precede those of all others."""
 
 
 class EvictionPolicy(Protocol):
@@ -48,7 +48,7 @@ class EvictionPolicy(Protocol):
 
 
 class ByUses:
-    """What policies have in common that look at each chunk by itself, not at the prompts that it is part of."""
+    """The base of policies that look at each chunk by itself, not at the prompts that it is part of."""
 
     def ask(self, keys: Sequence[ChunkKey], missing: Sequence[ChunkKey]) -> None:
         """Makes no difference."""

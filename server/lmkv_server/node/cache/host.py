@@ -68,7 +68,7 @@ class Chunk:
     tier: HostTier = field(init=False)
     """The tier that it was committed to."""
     generation: int = 0
-    """Of the reservation that it was committed to."""
+    """The generation of the reservation that it was committed to."""
     holds: int = 0
     """Number of grants and pins that keep the bytes in place."""
     pins: int = 0
@@ -76,7 +76,7 @@ class Chunk:
     parent: ChunkKey | None = None
     """The chunk before it in its prompts, if that is known."""
     prefix_digests: bytes = b""
-    """Of a chunk in which prompts end: `lmkv.keys.prefix_digests`, if they are known."""
+    """`lmkv.keys.prefix_digests` of a chunk in which prompts end, if they are known; else empty."""
     dropped: bool = False
     """Whether it left the index, and only its holds keep the bytes."""
     extent_bytes: int = field(init=False)
@@ -98,7 +98,7 @@ class HostTier:
         region: int = 0,
     ) -> None:
         self.region = region
-        """Which memory its offsets are in: `Extent.region`."""
+        """The memory that its offsets are in, as in `Extent.region`."""
         self._free = FreeList(size_bytes)
         self._listener = listener
         self._chunks: dict[ChunkKey, Chunk] = {}
@@ -174,7 +174,7 @@ class HostTier:
         return len(keys)
 
     def flags(self, keys: Sequence[ChunkKey], fingerprint: bytes) -> bytes:
-        """Which of the keys are held, as chunks of one spec: a byte for each, 1 or 0. Does not count as a use."""
+        """Returns a byte for each key: 1 if it is held as a chunk of the spec, else 0. Does not count as a use."""
         chunks = self._chunks
         if chunks.keys().isdisjoint(keys):
             return bytes(len(keys))
@@ -205,7 +205,7 @@ class HostTier:
         self._queue.release(key)
 
     def own_tail(self, keys: Sequence[ChunkKey]) -> list[Chunk]:
-        """Those of a prompt's chunks, all in the index, that no other prompt continues and no pin keeps, last first."""
+        """Returns the chunks of a prompt, all indexed, that no other prompt continues and no pin keeps, last first."""
         kept = {key for key in keys if self._chunks[key].pins}
         return [self._chunks[key] for key in self._queue.tail(keys, kept)]
 

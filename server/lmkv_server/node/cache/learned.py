@@ -58,7 +58,7 @@ class Record:
         self.bits = int.from_bytes(key[-4:], "big")
         """Bits of the key, by which it belongs to the sample or not."""
         self.uses = uses
-        """All of them, also while it was evicted: a chunk that is stored again was needed."""
+        """Counts uses also while the chunk was evicted: one that is stored again was needed."""
         self.size = 0
         """The level of the new chunks of the prompt that asked for it last; 0 if there were none or none is known."""
         self.group = 0
@@ -76,7 +76,7 @@ def age_level(age: int) -> int:
 
 
 def age_levels(ages: NDArray[np.int64]) -> NDArray[np.int64]:
-    """As `age_level`, of many."""
+    """Returns the `age_level` of each age."""
     mantissas, bits = np.frexp(ages)
     return np.clip(2 * bits.astype(np.int64) - 3 + (mantissas >= 0.75), 0, AGE_COUNT - 1)
 
@@ -99,7 +99,7 @@ class ReuseTimes:
     def __init__(self, uses_count: int, size_count: int = 1) -> None:
         group_count = uses_count * size_count
         self.index = [[0.0] * AGE_COUNT for _ in range(group_count)]
-        """By group and age: the hits per time to expect of a chunk that is kept longer."""
+        """The hits per time to expect of a chunk that is kept longer, by group and age."""
         self._shape = uses_count, size_count, AGE_COUNT
         self._sample: list[Record] = []
         self._mask = 0  # which bits of a key are 0 if it belongs to the sample
@@ -209,11 +209,11 @@ class ReuseTimes:
 
 _WIDTHS = np.array([float(first_age(level + 1) - first_age(level)) for level in range(AGE_COUNT)])
 _LATER = np.triu(np.ones((AGE_COUNT, AGE_COUNT), bool))
-"""By age and the end of a later one: whether the end is behind the age."""
+"""Whether an age level lies behind another one, by both."""
 
 
 def _chances(again: Counts, passed: Counts) -> Counts:
-    """By level of uses, size and age: the probability that a chunk that reaches the age is used again at it."""
+    """Returns the probability that a chunk that reaches an age is used again at it, by level of uses, size and age."""
     reached = passed[..., ::-1].cumsum(-1)[..., ::-1]  # as Kaplan and Meier
     of_all = _smooth(again.sum((0, 1))) / (_smooth(reached.sum((0, 1))) + 1)
     of_levels = (_smooth(again.sum(1)) + PRIOR * of_all) / (_smooth(reached.sum(1)) + PRIOR)
@@ -268,7 +268,7 @@ USES_COUNT = 8
 SIZE_COUNT = 10
 """Numbers of uses, and of a prompt's new chunks, by which chunks are grouped: a group is one of each."""
 LAST = SIZE_COUNT - 1
-"""What the last chunk of a prompt has as size: often it is partial, and the next turn does not continue it."""
+"""The size level of the last chunk of a prompt: often it is partial, and the next turn does not continue it."""
 MAX_CHOICES = 15
 """Most chunks that are chosen from a group before all groups are compared again; fewer if another has the next one."""
 

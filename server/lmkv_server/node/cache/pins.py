@@ -31,10 +31,10 @@ class Pin:
 
     pin_id: str
     expire_at: float
-    """On the clock that `pin` was given the time of."""
+    """When it expires, by the clock whose time `pin` was given."""
     chunks: set[Chunk] = field(default_factory=set)
     owner: bytes = b""
-    """Whose quota it takes; empty for pins of operators, which have none."""
+    """The owner whose quota it takes; empty for pins of operators, which have no quota."""
 
     @property
     def kept(self) -> list[Chunk]:
@@ -122,7 +122,7 @@ class Pins:
         return due
 
     def next_expiry(self) -> float | None:
-        """When the next pin expires; None if there is none."""
+        """Returns when the next pin expires; None without pins."""
         return min((pin.expire_at for pin in self), default=None)
 
     def clear(self) -> None:

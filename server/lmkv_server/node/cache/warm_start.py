@@ -40,7 +40,7 @@ from lmkv_server.node.cache.host import Chunk, HostTier, batched
 logger = logging.getLogger(__name__)
 
 STAMP = b"lmkv pool, ledger 1"
-"""What the file of a pool begins its table with; another number where slots mean something else."""
+"""The first bytes of the table in a pool's file; the number changes whenever slots mean something else."""
 POOL_BYTES_PER_SLOT = 128 << 10
 """Bytes of the pool for each slot. Chunks are larger, except those of very small models."""
 MIN_SLOTS = 4096
@@ -195,7 +195,7 @@ LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmStats:
-    """What was found again so far."""
+    """Counts the chunks that were found again so far."""
 
     found_chunks: int
     """Chunks that were there, and whole."""
@@ -210,7 +210,7 @@ class WarmStats:
 
 
 class WarmStart:
-    """What is found again in a pool. To be used as an async context manager, on the loop that owns the tier.
+    """Finds chunks again in a pool. To be used as an async context manager, on the loop that owns the tier.
 
     As long as a worker of an earlier life has the pool mapped, the tier is sealed: chunks that are found can be used,
     and nothing is overwritten, for that worker may still be reading or writing anything.
@@ -230,7 +230,7 @@ class WarmStart:
         self._verifying: asyncio.Task[None] | None = None
 
     def stats(self) -> WarmStats:
-        """What was found again, and what is still to be verified."""
+        """Counts the chunks that were found again, and those that are still to be verified."""
         return WarmStats(
             found_chunks=self._found_chunks,
             found_bytes=self._found_bytes,

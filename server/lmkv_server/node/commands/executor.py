@@ -58,7 +58,7 @@ class Arrivals:
 
     @property
     def serial(self) -> int:
-        """That of the last arrival."""
+        """The serial number of the last arrival."""
         return self._serial
 
     def add(self, keys: Iterable[ChunkKey]) -> None:
@@ -74,7 +74,7 @@ class Arrivals:
             _, self._forgotten = self._serials.popitem(last=False)
 
     def since(self, serial: int, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Those of the chunks that have arrived after a serial number; all if that is too long ago to know."""
+        """Returns the chunks that have arrived after a serial number; all, if that is too long ago to know."""
         if serial < self._forgotten:
             return set(keys)
         return {key for key in keys if self._serials.get(key, 0) > serial}
@@ -278,7 +278,7 @@ class OrderExecutor:
         return [key for key in named if key not in arrived]
 
     def _selection(self, order: pb.DropOrder, named: Sequence[ChunkKey], *, everywhere: bool = False) -> Selection:
-        """What a tier drops; `everywhere`: chunks in memory are counted there, and pinned ones stay."""
+        """Returns what a tier drops. With `everywhere` chunks in memory are counted there, and pinned chunks stay."""
         return Selection(
             keys=named,
             fingerprint=order.fingerprint,
@@ -307,7 +307,7 @@ class OrderExecutor:
             progress.count(free, kept_count=len(selected) - len(free))
 
     async def explain(self, order: pb.ExplainOrder, progress: OrderProgress) -> None:
-        """Says where a prompt is. Raises `BadMessage` if the node cannot, `BadChunkKey`, `KvSpecMismatch`."""
+        """Explains where a prompt is. Raises `BadMessage` if the node cannot, `BadChunkKey`, `KvSpecMismatch`."""
         if self._host is None:
             raise BadMessage("this node explains no misses", field="explain")
         progress.explanation = await self._host.explain(order)

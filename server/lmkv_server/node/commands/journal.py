@@ -32,10 +32,10 @@ class OrderJournal(Generic[Outcome]):
 
     def __init__(self) -> None:
         self._running: dict[str, set[str]] = {}
-        """By order id: the coordinators that sent it."""
+        """The coordinators that sent each order, by its id."""
         self._ended: OrderedDict[str, Outcome] = OrderedDict()  # oldest first
         self._unacknowledged: dict[str, set[str]] = {}
-        """By id of an ended order: the coordinators that have not acknowledged its outcome."""
+        """The coordinators that have not acknowledged the outcome of each ended order, by its id."""
 
     def begin(self, order_id: str, coordinator: str) -> bool:
         """Whether the order is new, and must be executed. The outcome of one that has ended is due again."""

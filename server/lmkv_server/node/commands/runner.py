@@ -62,7 +62,7 @@ class OrderStats:
 
 
 class OrderRunner:
-    """To be used as an async context manager, inside that of the node's peers, on the loop of the node."""
+    """Runs the orders of all coordinators. An async context manager, inside that of the node's peers, on its loop."""
 
     def __init__(self, context: OrderContext) -> None:
         self.pins = Pins(context.tier)
@@ -128,7 +128,7 @@ class OrderRunner:
 
     @property
     def leaving_seconds(self) -> float:
-        """For how long the node is about to stop; 0 if no drain has announced it."""
+        """The seconds within which the node is about to stop; 0 if no drain has announced it."""
         return max(self._leaves_until - time.monotonic(), 0.0)
 
     def unacknowledged(self, coordinator: str) -> list[pb.OrderOutcome]:

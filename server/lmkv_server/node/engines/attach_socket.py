@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 18
 _PEER = struct.Struct("3i")
-"""Of the process at the other end: its id, user and group."""
+"""Id, user and group of the process at the other end."""
 CLOSE_SECONDS = 5.0
 """Time in which an engine must read the last frames; then the connection is closed without them."""
 
@@ -126,7 +126,7 @@ class _Connection:
 
     @property
     def _share(self) -> str:
-        """Whose share of memory a connection uses: its process'."""
+        """Names the process whose share of memory a connection uses."""
         peer = self._writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
         return f"process {_PEER.unpack(peer)[0]}"
 

@@ -190,7 +190,7 @@ class EngineLookups:
             session.release(lookup.lookup_id)
 
     def _missed(self, prompt: Prompt, found: Found) -> list[MissedRun]:
-        """Why the prompt's chunks behind a hit are not offered: none if the hit has all of its tokens."""
+        """Says why the prompt's chunks behind a hit are not offered; empty if the hit has all of its tokens."""
         end = found.hit.chunk_count
         is_whole = prompt.tokens is not None and prompt.end(found.hit) == prompt.tokens.size
         if end >= len(prompt) or is_whole:
@@ -258,7 +258,7 @@ class EngineLookups:
 
 
 def lookup_deadline(lookup: pb.LookupChunks) -> float | None:
-    """Until when tiers may answer a lookup that begins now; None if its engine does not know what it is worth."""
+    """Returns when a lookup that begins now is no longer worth its time; None if its engine does not know that."""
     seconds = min(lookup.budget.seconds + lookup.budget.nanos / 1e9, MAX_BUDGET_SECONDS)
     return time.monotonic() + NODE_SHARE * seconds if seconds > 0 else None
 

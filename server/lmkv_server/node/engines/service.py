@@ -84,7 +84,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self._changed(tier, chunk, held=True)
 
     def removed(self, tier: str, chunk: CachedChunk, reason: MissReason) -> None:
-        """As `stored`."""
+        """Reports that a tier no longer has the chunk, to the same engines."""
         self._changed(tier, chunk, held=False)
 
     def _changed(self, tier: str, chunk: CachedChunk, *, held: bool) -> None:

@@ -344,7 +344,7 @@ class EngineStream:
 
 
 def _refusal(act: pb.Act) -> BadMessage:
-    """Why an act is not carried out that has no handler."""
+    """Returns the error for an act that has no handler."""
     if act.HasField("hello"):
         return BadMessage("hello may be sent only once", field="acts")
     if len(unknown := UnknownFieldSet(act)):

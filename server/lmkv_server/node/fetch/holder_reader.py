@@ -30,7 +30,7 @@ MAX_STEP_SECONDS = 10.0
 LATE_FRACTION = 4
 """A step that takes 1/4 of the time left is late in any case."""
 MIN_SECONDS = 0.005
-"""With less time left no step begins."""
+"""No step begins with less time left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -123,7 +123,7 @@ class ChecksumVerifier:
         await asyncio.to_thread(self._threads.shutdown)
 
     async def intact(self, chunks: Sequence[IncomingChunk], checksums: Sequence[int] | None) -> list[bool]:
-        """Which of the chunks match their checksum. `checksums` are those of the read bytes, if they are known."""
+        """Compares chunks with their checksums. `checksums` are those of the read bytes, if they are known."""
         if not self.enabled or not chunks:
             return [True] * len(chunks)
         if checksums is not None:
@@ -176,7 +176,7 @@ class Transfer(Protocol):
 
     @property
     def tier(self) -> HostTier:
-        """Where the chunks are committed."""
+        """The tier that the chunks are committed to."""
 
     @property
     def keys(self) -> Sequence[ChunkKey]:

@@ -23,7 +23,7 @@ from lmkv_server.node.tiers.base import Progress
 
 
 class InflightFetches:
-    """Which fetch transfers each chunk, and which other fetches wait for it."""
+    """Knows the fetch that transfers each chunk, and the other fetches that wait for it."""
 
     def __init__(self) -> None:
         self._waiting: dict[ChunkKey, list[tuple[Progress, int]]] = {}
@@ -119,7 +119,7 @@ class HolderState:
 
 
 class FetchPlan:
-    """Which holder each missing chunk of one fetch is assigned to."""
+    """Assigns each missing chunk of one fetch to a holder."""
 
     def __init__(
         self,

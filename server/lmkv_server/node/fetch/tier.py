@@ -189,7 +189,7 @@ class PeerPresence(Presence):
     """The longest run first; each `matched_chunk_count` counts from the first key of the prompt."""
 
     def with_tail(self, tail: Presence, chunk_count: int) -> Self:
-        """As `Presence.with_tail`. The holders of the tail count as holders of the chunks before it, too."""
+        """Adds a tail as `Presence.with_tail` does. Its holders count as holders of the chunks before it, too."""
         found = tail.holders if isinstance(tail, PeerPresence) else ()
         of_tail = [_counted_from_start(one, chunk_count) for one in found]
         others = [one for one in self.holders if all(one.instance_id != other.instance_id for other in of_tail)]
@@ -315,7 +315,7 @@ class PeerTier:
         return Dropped()
 
     def usage(self) -> TierUsage | None:
-        """None: this node does not know how full its peers are."""
+        """Returns None: this node does not know how full its peers are."""
         return None
 
     def stats(self) -> TierStats:

@@ -69,7 +69,7 @@ class FleetMembership:
         self._resolve = resolve
         self._instance_id = ""
         self._sessions: dict[str, CoordinatorSession] = {}
-        """By the coordinator's IP address and port."""
+        """Sessions by the coordinator's IP address and port."""
         self._unresolved: set[str] = set()
         self._address_count = 0
         """Addresses that the names stand for."""

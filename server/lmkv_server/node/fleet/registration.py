@@ -54,7 +54,7 @@ class FleetContext:
 
 
 class SessionHooks(Protocol):
-    """What a session needs to know about, and reports to, the sessions at the other coordinators.
+    """Connects a session with the sessions at the other coordinators.
 
     `FleetMembership` implements it, which imports sessions: they know only this.
     """

@@ -21,12 +21,12 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Until when a chunk is retained, and for whom."""
+    """The retention of one chunk."""
 
     expire_at: float
     priority: int
     owner: bytes
-    """Whose quota it takes: the first that has retained the chunk."""
+    """The owner whose quota it takes: the first that has retained the chunk."""
     size_bytes: int
 
 
@@ -96,7 +96,7 @@ class Retentions:
         return count
 
     def next_expiry(self) -> float | None:
-        """When `expire` may have something to do; None if nothing is retained."""
+        """Returns when the next retention expires; None if nothing is retained."""
         return self._due[0][0] if self._due else None
 
     # --- `CacheListener` -----------------------------------------------------------------------------------------

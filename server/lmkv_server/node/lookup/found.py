@@ -29,9 +29,9 @@ class Found:
     runs: tuple[Run, ...] = ()
     """Its items behind `own`; runs in the pool have the tier `own`."""
     sources: bytes = b""
-    """Where each item of the hit is: 0 in the pool, and n in the nth tier of `answers`."""
+    """The source of each item of the hit: 0 is the pool, n is the nth tier of `answers`."""
     answers: Mapping[str, Presence] = field(default_factory=dict)
-    """By the tier's name, in the order in which they were asked, in terms of all items of the prompt."""
+    """Answers by the tier's name, in the order in which they were asked, in terms of all items of the prompt."""
     refused: tuple[Run, ...] = ()
     """Chunks by which the hit is shorter because bringing them would take longer than computing them."""
     unanswered: Sequence[str] = ()
@@ -85,7 +85,7 @@ class MissedRun:
     tier: str = ""
     """The tier that the first of them left last, or that is down; empty if no tier is concerned."""
     time: float = 0.0
-    """When it left that tier, in seconds since 1970; 0 if that is unknown."""
+    """The time at which it left that tier, in seconds since 1970; 0 if that is unknown."""
 
 
 class Diagnosis:
@@ -131,7 +131,7 @@ class Diagnosis:
         return missed
 
     def of_chunk(self, key: ChunkKey, chunk_count: int = 1, unanswered: Sequence[str] = ()) -> MissedRun:
-        """Why a chunk that neither pool nor tiers have is missed, for the run of `chunk_count` that begins with it.
+        """Says why a chunk is missed that neither pool nor tiers have, for the run of `chunk_count` that it begins.
 
         `unanswered` are the tiers that this lookup has asked and that did not answer.
         """

@@ -28,11 +28,11 @@ POOL = 0
 """The source of items in the pool; tiers have the numbers from 1 on, in the order in which they were asked."""
 ABSENT = 255
 _HELD_UP_TO = [bytes(source <= last for source in range(256)) for last in range(ABSENT)]
-"""By the last source that counts: 1 for each source that does, 0 for the others."""
+"""For each last source that counts: a table with 1 for the sources that count, and 0 for the others."""
 
 
 class PoolHeld:
-    """What the pool holds of a prompt."""
+    """The items of a prompt that the pool holds."""
 
     def __init__(self, pool: HostTier, index: PartialChunks, prompt: Prompt) -> None:
         self._pool = pool
@@ -80,7 +80,7 @@ class _TierTail:
 
 
 class _Grid:
-    """Where all items of a prompt are: in the pool, in which tier, or nowhere."""
+    """The place of each item of a prompt: the pool, a tier, or none."""
 
     def __init__(self, pool: PoolHeld, prompt: Prompt) -> None:
         self._pool = pool

@@ -62,7 +62,7 @@ class PeerConnection:
         self.name = f"{holder.instance_id}:{holder.epoch}"
         """Its name on the transfer channel."""
         self.mismatches: dict[bytes, KvSpecMismatch] = {}
-        """By fingerprint: the specs that it does not share, and why. Does not change within an epoch."""
+        """Why it does not share specs, by their fingerprint. Does not change within an epoch."""
         self.on_connected: Callable[[KvSpec], object] = lambda _: None
         """Called when chunks of a spec can be read from it."""
         self.channel = ""
@@ -70,7 +70,7 @@ class PeerConnection:
         self.regions: Sequence[pb.Region] = ()
         """Its registered memory, once connected."""
         self.nixl_metadata = b""
-        """How an engine's workers read its memory by NIXL, once connected for that; empty: they cannot."""
+        """The metadata by which an engine's workers read its memory by NIXL, once connected for that; else empty."""
         self.bandwidth = Bandwidth()
         """Measured by reads from it."""
         self._session_id = ""
@@ -173,7 +173,7 @@ class PeerConnection:
             self._is_nixl_connected = True  # after the call: one that fails or is cancelled is repeated
 
     async def _get_metadata(self, spec: KvSpec, name: str) -> bytes:
-        """Its metadata for one more channel."""
+        """Asks it for its metadata for one more channel."""
         async with self._connecting:
             return (await self._init(spec, (name,), METADATA_SECONDS)).channel_metadata
 

@@ -99,7 +99,7 @@ class ReadGrant:
     session: PeerSession
     chunks: tuple[Chunk, ...]
     expire_at: float
-    """On the clock of the `now` that `acquire` was called with."""
+    """When it expires, by the clock of the `now` that `acquire` was called with."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,7 +107,7 @@ class _Usage:
     """The chunks that the grants of one session, or of all sessions of one identity, hold."""
 
     counts: dict[Chunk, int] = field(default_factory=dict)
-    """By chunk: the number of the grants that hold it."""
+    """The number of grants that hold each chunk."""
     size_bytes: int = 0
     """Bytes of these chunks, each counted once."""
     grant_count: int = 0

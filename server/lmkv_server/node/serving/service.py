@@ -56,7 +56,7 @@ class Inspector:
         self._tier = tier
         self._pool = pool
         self._pending = Places[int]("chunks to verify", MAX_PENDING, most_of(MAX_PENDING))
-        """By generation: each is held."""
+        """The chunks to verify, by generation; each is held."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, "lmkv-inspect")
 

@@ -111,7 +111,7 @@ class EngineSession:
         self._tier = tier
         self._leases: dict[str, LookupLease] = {}
         self._credits: dict[int, _Credit] = {}
-        """By offset."""
+        """Credits by the offset of their extent."""
         self._credit_counts: Counter[_Credit] = Counter()
         self._held_bytes = 0
 

@@ -72,7 +72,7 @@ class BackendHealth:
         self._times = times
         self._full_until = 0.0
         self._late: dict[asyncio.Future[Any], float] = {}
-        """When each late call began."""
+        """The time at which each late call began."""
         self._running: set[asyncio.Future[Any]] = set()
         self._failed = asyncio.Event()
         self._is_ended = False
@@ -156,7 +156,7 @@ class BackendHealth:
         return call.result()
 
     async def run_within(self, seconds: float, kind: str, function: Callable[..., T], *arguments: Any) -> T | None:
-        """As `run`, but returns None if the call has not ended after `seconds`."""
+        """Runs a call as `run` does, but returns None if it has not ended after `seconds`."""
         began, call = time.monotonic(), self._start(kind, function, *arguments)
         done, _ = await asyncio.wait([call], timeout=seconds)
         if done:
@@ -242,7 +242,7 @@ class ListedChunk(Protocol):
 
     @property
     def prefix_digests(self) -> bytes:
-        """As `host.Chunk`; empty if the backend does not know them."""
+        """The digests of `host.Chunk`; empty if the backend does not know them."""
 
 
 C = TypeVar("C", bound=ListedChunk)

@@ -57,12 +57,12 @@ class Needs:
     """The root of the key chain, if the presence shall have `partial_lengths`. With `any_of`: the key of the chunk
     before the alternatives, or this root."""
     prefix_digests: bytes = b""
-    """With `any_of`: those of the prompt's next tokens, if the presence shall have `beginning`."""
+    """The digests of the prompt's next tokens, with `any_of`, if the presence shall have `beginning`."""
     items: Items | None = None
-    """What `keys` are; None for alternatives, and for keys whose prompt is not known. A tier that keeps chunks by key
-    need not know."""
+    """The items that `keys` name; None for alternatives, and for keys whose prompt is not known. A tier that keeps
+    chunks by key need not know."""
     deadline: float | None = None
-    """Until when, by `time.monotonic()`, the answer is worth its time; None: a tier's own timeout is right."""
+    """The time, by `time.monotonic()`, up to which the answer is worth waiting; None: a tier's own timeout is right."""
 
     def parts_of(self, index: int) -> Sequence[ChunkKey]:
         """The keys of what one of the `keys` stands for: of an alternative, of all its parts."""
@@ -99,7 +99,7 @@ class Progress:
         self.missing = set(needs.indices)
         """Indices of chunks that have not arrived."""
         self.failures: dict[ChunkKey, LmkvError] = {}
-        """Why reads of chunks failed; another read may have succeeded since."""
+        """The errors of reads of chunks; another read may have succeeded since."""
         self.changed = asyncio.Event()
         """Set when another load has read a chunk of this one, or failed to."""
         self._tier = tier
@@ -142,7 +142,7 @@ class Progress:
         return items.below(matched_count) if items else range(matched_count)
 
     def result(self, error: LmkvError | None = None) -> Loaded:
-        """What has been delivered by now; `error` is why chunks are missing, if any are."""
+        """Returns what has been delivered by now; `error` is why chunks are missing, if any are."""
         return Loaded(
             chunk_count=self._handed_count,
             size_bytes=self._peer_bytes,
@@ -202,7 +202,7 @@ class Presence:
     asked: Sequence[int] = ()
     """`Needs.indices`."""
     indices: Sequence[int] = ()
-    """Those of them that the tier has, ascending."""
+    """The indices of `asked` that the tier has, ascending."""
     source: str = ""
     """Instance that has them, if it is another one."""
     end: int = 0
@@ -285,7 +285,7 @@ class TierStats:
     damaged_chunks: int = 0
     """Chunks that were dropped because they were damaged or gone when they were read."""
     undecryptable_chunks: int = 0
-    """Those of them that could not be decrypted: they are of another key, or were changed."""
+    """Damaged chunks that could not be decrypted: they are of another key, or were changed."""
     evicted_chunks: int = 0
     """Chunks that were evicted from the tier to make room."""
     failures: int = 0
@@ -320,7 +320,7 @@ class SecondaryTier(Protocol):
         """Whether it may hold chunks that a lookup cannot find now: it has failed, or does not answer."""
 
     async def lookup(self, needs: Needs) -> Presence:
-        """Which of the needed chunks the tier has. Bounded by `Needs.seconds` of the tier's own time; late or failed:
+        """Finds the needed chunks that the tier has. Bounded by `Needs.seconds` of the tier's own time; late or failed:
         none.
 
         Counts as a use of those and of the prompt's chunks before them. Raises nothing but for cancellation.
@@ -348,7 +348,7 @@ class SecondaryTier(Protocol):
 
 
 def deadline_at(tiers: Sequence[SecondaryTier], at: int, deadline: float | None) -> float | None:
-    """When the lookup in a tier among these is to end: one beyond this host leaves half of the time to those behind."""
+    """Returns when the lookup in a tier is to end: one beyond this host leaves half of the time to later tiers."""
     if deadline is None or tiers[at].is_local or not any(later.usable for later in tiers[at + 1 :]):
         return deadline
     now = time.monotonic()

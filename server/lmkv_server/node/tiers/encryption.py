@@ -143,7 +143,7 @@ class ChunkEncryption:
 
     @property
     def scope(self) -> str:
-        """What names of this tenant's chunks have in common in a store that tenants share."""
+        """The part that names of this tenant's chunks have in common in a store that tenants share."""
         return self._keys.scope
 
     @property

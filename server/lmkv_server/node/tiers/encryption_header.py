@@ -27,7 +27,7 @@ STEP_BYTES = 1 << 20
 
 
 class ChunkDescription(Protocol):
-    """What a tier knows of a chunk without its bytes; a chunk is readable only as what it was written as."""
+    """A chunk as a tier knows it without its bytes; an encrypted chunk is readable only as what it was written as."""
 
     @property
     def key(self) -> ChunkKey: ...
@@ -70,7 +70,7 @@ def parse_encryption_header(data: bytes) -> EncryptionHeader | None:
 
 
 def associated_data(chunk: ChunkDescription) -> bytes:
-    """What a chunk is: it is authenticated, so a file or object under another name is not decrypted."""
+    """Packs what identifies a chunk: it is authenticated, so a file or object under another name is not decrypted."""
     parent = chunk.parent or bytes(KEY_BYTES)
     return _CHUNK.pack(
         _MAGIC,

@@ -34,7 +34,7 @@ class CompletionRequest:
 
     path: str
     body: Json
-    """Without handoff parameters, which only the proxy sets."""
+    """The body without handoff parameters, which only the proxy sets."""
     size_bytes: int
     """Size of the body, as the client has sent it."""
     headers: Mapping[str, str]
@@ -69,7 +69,7 @@ class HandoffTicket:
 
     decoder: Engine
     signed: Json
-    """Its request id and the decode engine's instance, with the proof of both."""
+    """The request id and the decode engine's instance, with the proof of both."""
     prompt_token_count: int = 0
     """Number of prompt tokens, which the decode engine loads; 0 before the prefill engine has responded."""
     is_claimed: bool = False
@@ -158,7 +158,7 @@ class PrefillResult:
     decoder: Engine
     """The decode engine that was selected."""
     handoff: HandoffTicket | None
-    """None if the KV cache is not sent to the decode engine's node."""
+    """The ticket of the handoff; None if the KV cache is not sent to the decode engine's node."""
 
     def parameters_for(self, engine: Engine) -> Json | None:
         """Handoff parameters of a request to `engine`; None if the KV cache is not at its node."""

@@ -91,7 +91,7 @@ class Picker:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why no request can be served; empty if one can."""
+        """The reason why no request can be served; empty if requests can be."""
         if self._is_closed:
             return "the picker is stopping"
         if any(engine.is_available for engine in self.engines):

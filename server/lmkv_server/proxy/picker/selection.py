@@ -51,7 +51,7 @@ class EarlyMatch:
     open_ids: frozenset[str]
     """The instances that hold all of them, and so may hold more of the prompt; others do not."""
     time: float
-    """When the lookup began."""
+    """The time at which the lookup began."""
 
     @classmethod
     def of(cls, answers: Iterable[tuple[PromptKeys, LookupResponse]], time: float) -> Self:
@@ -277,7 +277,7 @@ def prompt_of(path: str, body: ArrivingBody | bytes | None) -> PromptRequest:
 
 
 def _end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
-    """Without the pseudo headers of HTTP/2."""
+    """Returns the headers without the pseudo headers of HTTP/2."""
     return {name: value for name, value in headers.items() if not name.startswith(":")}
 
 

@@ -197,7 +197,7 @@ class PrefixMatch:
     held: Mapping[str, int]
     """The number of leading tokens that each instance holds, as the coordinator reports it."""
     cached: Mapping[str, int]
-    """The same, with what instances will hold soon."""
+    """Cached chunks as above, with those that instances will hold soon."""
     at_most: Mapping[str, int]
     """The most that `cached` may be after a lookup of the whole prompt."""
     is_open: bool

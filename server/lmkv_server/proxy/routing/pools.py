@@ -259,7 +259,7 @@ class EnginePools:
         self.engines[:] = [*(self.prefill.engines if self.prefill else ()), *self.decode.engines]
 
     def unavailable_reason(self) -> str:
-        """Why no request can be served; empty if one can. An engine of either role can serve a request alone."""
+        """Says why no request can be served; empty if an engine of either role can serve one, which it can do alone."""
         if self.decode.least_loaded() is not None:
             return ""
         reasons = (f"{engine.role} engine {engine.url}: {engine.unavailable_reason}" for engine in self.engines)

@@ -21,7 +21,7 @@ from lmkv_server.proxy.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Jso
 
 PROMPT_NAME = b'"prompt"'
 TOKENS_BEGIN = re.compile(rb'"prompt"\s*:\s*(?:\[\s*)?(?=\[\s*\d)')
-"""Where the token ids of `"prompt": [1, 2]` and `"prompt": [[1, 2]]` begin."""
+"""Matches the text before the token ids of `"prompt": [1, 2]` and `"prompt": [[1, 2]]`."""
 _MARK = secrets.token_hex(16)
 """Replaces token ids that are cut out, to show where the list was. Bodies cannot contain it."""
 _LIFTED: tuple[Any, ...] = (_MARK, [_MARK])
@@ -37,7 +37,7 @@ class PromptRequest:
 
     path: str
     body: Json
-    """Without the token ids, if the prompt consists of them."""
+    """The body without the token ids, if the prompt consists of them."""
     id_parts: Sequence[NDArray[np.uint32]] = ()
     """Parts of the prompt, if it was sent as token ids."""
 

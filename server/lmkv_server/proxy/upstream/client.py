@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.0
 PART_BYTES = 64 << 10
-"""What is sent of a large body at a time."""
+"""Bytes of a large body that are sent at a time."""
 KEEP_ALIVE_SECONDS = 2.0
 """vLLM closes connections that were idle for 5 s; an older one may be closed at the moment it is used."""
 MAX_RESPONSE_BYTES = 256 << 20

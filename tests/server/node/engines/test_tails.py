@@ -77,14 +77,9 @@ async def test_of_thousands_of_siblings_the_longest_match_is_found_with_bounded_
     for number in range(500):
         for length in range(6, SIZE, 5):
             tokens = prompt(length, seed=number, after=system)
-            put(
-                node.tier,
-                keys_of(tokens)[0],
-                SPEC.size_bytes(length),
-                fingerprint=SPEC.fingerprint,
-                token_count=length,
-                parent=ROOT,
-            )
+            key, size_bytes = keys_of(tokens)[0], SPEC.size_bytes(length)
+            if node.tier.get(key) is None:
+                put(node.tier, key, size_bytes, fingerprint=SPEC.fingerprint, token_count=length, parent=ROOT)
     assert node._partial_chunks.chunk_count > 2000, "some short ones are alike"
     mine = prompt(3 * SIZE, seed=17, after=system)
     assert (await look_up(engine, "1", mine)).partial_token_count == 31

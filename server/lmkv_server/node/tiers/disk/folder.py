@@ -59,7 +59,7 @@ class DiskChunk:
     serial: int
     """Sets it apart from every other file of the same chunk: when it was written, in nanoseconds."""
     prefix_digests: bytes = b""
-    """As `host.Chunk`; in memory only: empty if an earlier process wrote the file."""
+    """The digests of `host.Chunk`; in memory only: empty if an earlier process wrote the file."""
 
     @property
     def memory_bytes(self) -> int:
@@ -145,7 +145,7 @@ def write_at(fd: int, memory: memoryview, offset: int) -> None:
 
 
 class ChunkFiles(Protocol):
-    """What files contain: the bytes of a chunk (`PlainFiles`), or its encrypted bytes (`EncryptedFiles`).
+    """The content of files: the bytes of a chunk (`PlainFiles`), or its encrypted bytes (`EncryptedFiles`).
 
     Called on several threads at a time. `read` and `write` raise `OSError`.
     """
@@ -190,7 +190,7 @@ class DiskFolder:
         self.direct = False
         """Whether reads and writes bypass the page cache, if the file system supports it."""
         self.refusal: ConfigError | None = None
-        """Why the folder is not used: another user could have planted what is in it."""
+        """The error for which the folder is not used: another user could have planted what is in it."""
         self._files = files or PlainFiles(PlainIo())
         self._folder: Folder | None = None
         self._lock: int | None = None

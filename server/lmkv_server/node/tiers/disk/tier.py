@@ -99,7 +99,7 @@ class DiskTier(BackendTier[DiskChunk]):
     is_local = True
     write_threads = WRITE_THREADS
     open_seconds = 5.0
-    """Until its folders are indexed; the rest is indexed later."""
+    """Folders that are not indexed by then are indexed later."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class DiskTier(BackendTier[DiskChunk]):
         return None
 
     async def lookup(self, needs: Needs) -> Presence:
-        """Which of the chunks are in folders that can be read. Answers at once.
+        """Finds the chunks that are in folders that can be read. Answers at once.
 
         Chunks of the prompt that are in host memory count as used here, too: otherwise the chunks that are used most
         would be evicted from disk first.

@@ -47,7 +47,7 @@ class ObjectFormat(Protocol):
 
     @property
     def root(self) -> str:
-        """What the names of all objects begin with."""
+        """The beginning of the names of all objects."""
 
     @property
     def header_bytes(self) -> int:
@@ -141,7 +141,7 @@ class StoreBackend:
         self._tier = tier
         self.one_per_request = store.one_per_request
         self.objects = objects
-        """What objects are called and contain."""
+        """The format of objects and of their names."""
         self._name = name
         self._store = store
         self._known: OrderedDict[ChunkKey, tuple[RemoteChunk, float]] = OrderedDict()  # until when
@@ -149,7 +149,7 @@ class StoreBackend:
         """Prefixes of names that are still to be removed; until then nothing is read."""
         self._background: set[asyncio.Task[None]] = set()
         self._removals: set[asyncio.Task[None]] = set()
-        """Those of `_background` that remove single objects."""
+        """The tasks of `_background` that remove single objects."""
 
     @property
     def usable(self) -> bool:
@@ -271,7 +271,7 @@ class StoreBackend:
         return count
 
     async def remove_all(self, prefix: str, *, dry_run: bool = False) -> int:
-        """As `remove`, for all objects whose name begins with `prefix`.
+        """Removes all objects whose name begins with `prefix`, as `remove` does.
 
         Nothing is read until they are removed: if the store fails, until it is open again and has removed them.
         """
@@ -299,7 +299,7 @@ class StoreBackend:
             await asyncio.wait(self._background)
 
     def lost(self) -> None:
-        """What the store holds is asked again when it is open."""
+        """Reports the loss; what the store holds is asked again when it is open."""
         self._tier.lost()
 
     async def open(self) -> None:

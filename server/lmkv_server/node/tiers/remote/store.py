@@ -62,7 +62,7 @@ class RemoteStore(Protocol):
 
 
 ROOT = "lmkv1/"
-"""What all names of objects begin with that are not encrypted."""
+"""The beginning of the names of all objects that are not encrypted."""
 ENCRYPTED_ROOT = "lmkv1e/"
 _MAGIC = b"lmkvobj1"
 _FIELDS = struct.Struct(
@@ -107,7 +107,7 @@ class RemoteChunk:
     key: ChunkKey
     spec: KvSpec
     size_bytes: int
-    """Without the header."""
+    """Bytes of the chunk, without the header."""
     root: str = ROOT
 
     @property
@@ -122,16 +122,16 @@ class RemoteChunk:
 
     @property
     def prefix_digests(self) -> bytes:
-        """None: the header has no room for them."""
+        """Empty: the header has no room for them."""
         return b""
 
     @property
     def name(self) -> str:
-        """Its name in the store."""
+        """The name of its object in the store."""
         return object_name(self.fingerprint, self.key, self.root)
 
     def described(self, header: bytes) -> RemoteObject | None:
-        """What the header says, if that is this chunk."""
+        """Reads the header; None if it is not of this chunk."""
         said = parse_header(header)
         if said is None or (said.key, said.fingerprint, said.size_bytes) != (
             self.key,
@@ -148,12 +148,12 @@ def object_name(fingerprint: bytes, key: ChunkKey, root: str = ROOT) -> str:
 
 
 def spec_root(fingerprint: bytes, root: str = ROOT) -> str:
-    """What the names of all chunks of a spec begin with."""
+    """Returns the beginning of the names of all chunks of a spec."""
     return f"{root}{fingerprint.hex()}/"
 
 
 def parse_header(header: bytes) -> RemoteObject | None:
-    """What a header says; None if it is none, or of another version."""
+    """Reads a header; None if it is none, or of another version."""
     if len(header) != HEADER_BYTES:
         return None
     fields = header[: _FIELDS.size]

@@ -29,7 +29,7 @@ FIRST_ASKED = 16
 MOST_ASKED = 1024
 """Chunks that one request asks for: few at first, because most prompts are not in the store at all."""
 PROBES = 4
-"""The same, where each chunk takes a request of its own."""
+"""Chunks that one request asks for where each chunk takes a request of its own."""
 _NO_SIZES: Mapping[ChunkKey, int] = {}
 STORE_TIMES = BackendTimes()
 
@@ -61,7 +61,7 @@ class RemoteTier(BackendTier[RemoteChunk]):
         self._lookup_seconds = lookup_seconds
 
     async def lookup(self, needs: Needs) -> Presence:
-        """Which of the chunks the store holds, by the answers that arrive in time.
+        """Finds the chunks that the store holds, by the answers that arrive in time.
 
         Where a store takes a request for each chunk, a chunk is assumed to be there if the first and a later one are;
         a read notices if it is not.
@@ -143,7 +143,7 @@ class RemoteTier(BackendTier[RemoteChunk]):
     async def _search(
         self, spec: KvSpec, keys: Sequence[ChunkKey], stop: int, deadline: float, exact: Mapping[ChunkKey, int]
     ) -> int:
-        """As `_ask_all`, with few requests: for the first and the last, then for some between present and absent."""
+        """Finds the end of the run by few requests: first and last chunk, then some between present and absent."""
         low, high, probes = stop, len(keys), {stop, len(keys) - 1}
         while low < high:
             asked = sorted(probes)
@@ -204,5 +204,5 @@ class RemoteTier(BackendTier[RemoteChunk]):
         return await self.backend.remove_all(prefix, dry_run=selection.dry_run)
 
     def usage(self) -> TierUsage | None:
-        """None: only the store knows."""
+        """Returns None: only the store knows."""
         return None
