@@ -23,14 +23,19 @@ COORDINATOR_SECONDS = 20.0
 class NodeProcess:
     """One `lmkv node`, with its sockets and its output in `folder` by default."""
 
-    def __init__(self, folder: Path, flags: Sequence[str], settings: Mapping[str, str]) -> None:
-        values = {"instance_id": "n", "runtime_dir": str(folder), "max_local_cpu_size": SIZE, "enable_p2p": "false"}
+    def __init__(self, folder: Path, flags: Sequence[str], settings: Mapping[str, object]) -> None:
+        values: dict[str, object] = {
+            "instance_id": "n",
+            "runtime_dir": str(folder),
+            "max_local_cpu_size": SIZE,
+            "enable_p2p": "false",
+        }
         values |= {"coordinator_timeout": str(COORDINATOR_SECONDS)} | dict(settings)
         self.config = NodeConfig(**values)  # type: ignore[arg-type]  # as people write them
         self.socket = self.config.engine_socket
         self._log = folder / f"{time.monotonic_ns()}.log"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")}
-        environment |= {f"LMKV_{name.upper()}": value for name, value in values.items()}
+        environment |= {f"LMKV_{name.upper()}": str(value) for name, value in values.items()}
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "lmkv", "node", *flags], env=environment, stdout=output, stderr=output

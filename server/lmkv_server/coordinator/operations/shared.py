@@ -38,7 +38,7 @@ WRITE_SECONDS = 1.0
 LOST_SECONDS = 10.0
 """An operation is lost if its records were not renewed for this time."""
 POLL_SECONDS = 0.5
-"""Interval at which a waiting call reads a record."""
+"""Interval at which a call that waits for another coordinator's operation reads its record: stores have no watch."""
 MAX_RECORD_BYTES = 64 << 10
 """Larger records are written without the failures of the operation."""
 MAX_RECORDS = 1000

@@ -419,6 +419,8 @@ class PromptLookup:
             self._used.update(more)
 
     def _limited_count(self, held: PoolHeld | _Grid, hit: Hit) -> int:
+        """Counts the chunks by which `most_bytes` shortens a hit. A prefix that has room for one more is not matched
+        again."""
         if self.prompt.spec.matches_prefixes and self.prompt.size_bytes(Hit(hit.chunk_count + 1)) <= self.most_bytes:
             return 0
         return max(0, match(self.prompt, held).chunk_count - hit.chunk_count)

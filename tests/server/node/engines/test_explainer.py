@@ -91,7 +91,7 @@ async def test_only_a_few_prompts_are_explained_at_a_time(node: Node, monkeypatc
     running = [asyncio.create_task(explain(node, 0)) for _ in range(MAX_RUNNING)]
     await asyncio.sleep(0)
     of_another = asyncio.create_task(explain(node, 0))
-    await until(lambda: node._service.explainer._slots.waiting_count == 1)
+    await until(lambda: node.service.explainer._slots.waiting_count == 1)
     assert asked == MAX_RUNNING
     tiers_answer.set()
     for found in await asyncio.gather(*running, of_another):

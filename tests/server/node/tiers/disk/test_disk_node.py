@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,6 +30,7 @@ from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import files, until
 from tests.server.node.engine_client import EngineClient, absent_count, runs
+from tests.server.node.node_parts import NodeProcess
 from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
 from tests.waiting import WAIT_SECONDS, eventually, is_listening
 
@@ -288,37 +286,21 @@ async def until_listed(cache: Any, tier: str, count: int) -> None:
 # ---- a real process, killed
 
 
-class NodeProcess:
-    """`lmkv node` with a disk."""
-
-    def __init__(self, folder: Path) -> None:
-        values = settings(folder, "n")
-        self.socket = NodeConfig(**values).engine_socket
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")}
-        environment |= {f"LMKV_{name.upper()}": str(value) for name, value in values.items()}
-        self.process = subprocess.Popen([sys.executable, "-m", "lmkv", "node"], env=environment)
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-        self.socket.unlink()  # so that clients wait for the socket of the next process
-
-
 async def test_after_kill_9_a_node_serves_what_it_had_written(runtime_dir: Path) -> None:
-    node = NodeProcess(runtime_dir)
+    node = NodeProcess(runtime_dir, (), settings(runtime_dir, "n"))
     try:
         await until(lambda: is_listening(node.socket))
         async with EngineClient(node.socket) as engine:
             with mapped(engine) as attached:
                 await store(engine, attached.pool, 0, 1, 2, 3)
             await until(lambda: len(files(runtime_dir / "disk" / "n")) == 4)
-        node.kill()
-        node = NodeProcess(runtime_dir)
+        node.stop(signal.SIGKILL)
+        node.socket.unlink()  # so that clients wait for the socket of the next process
+        node = NodeProcess(runtime_dir, (), settings(runtime_dir, "n"))
         await until(lambda: is_listening(node.socket))
         async with EngineClient(node.socket) as engine:
             assert absent_count(await engine.lookup("1", chunk_keys(0, 1, 2, 3))) == 4
             with mapped(engine) as attached:
                 assert await load(engine, attached.pool, "1", 0, 4) == [0, 1, 2, 3]
     finally:
-        node.process.kill()
-        node.process.wait()
+        node.stop(signal.SIGKILL)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -33,6 +30,7 @@ from lmkv_server.node.tiers.remote.tier import RemoteTier
 from tests.server.node.cases import chunk_keys
 from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient, absent_count, runs
+from tests.server.node.node_parts import NodeProcess
 from tests.server.node.remote_parts import AWS, S3Server, names_of
 from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
 from tests.support.redis_server import RedisServer
@@ -74,22 +72,8 @@ async def engine_at_node(folder: Path, instance_id: str, url: str, **more: objec
         yield node, engine
 
 
-class NodeProcess:
-    """`lmkv node` as a process."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.socket = NodeConfig(**values).engine_socket
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")}
-        environment |= {f"LMKV_{name.upper()}": str(value) for name, value in values.items()}
-        self.process = subprocess.Popen([sys.executable, "-m", "lmkv", "node"], env=environment)
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-
 async def test_what_a_killed_node_has_put_another_loads(runtime_dir: Path, redis: RedisServer) -> None:
-    node = NodeProcess(settings(runtime_dir, "a", redis.url))
+    node = NodeProcess(runtime_dir, (), settings(runtime_dir, "a", redis.url))
     try:
         await until(lambda: is_listening(node.socket))
         async with EngineClient(node.socket) as engine:
@@ -97,7 +81,7 @@ async def test_what_a_killed_node_has_put_another_loads(runtime_dir: Path, redis
                 await store(engine, attached.pool, 0, 1, 2, 3)
             await until(lambda: redis.names() == names_of(0, 1, 2, 3))
     finally:
-        node.kill()
+        node.stop(signal.SIGKILL)
     async with engine_at_node(runtime_dir, "b", redis.url) as (survivor, engine):
         found = await engine.lookup("1", chunk_keys(0, 1, 2, 3, 4), reserve_count=5)
         assert (len(found.own), runs(found)) == (0, {"remote": 4})
@@ -265,7 +249,7 @@ async def test_what_a_peer_had_that_answers_no_more_comes_from_the_store(
 ) -> None:
     async with Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as coordinator:
         more = {"coordinator_address": coordinator.address, "enable_p2p": True}
-        process = NodeProcess(settings(runtime_dir, "a", redis.url, **more))
+        process = NodeProcess(runtime_dir, (), settings(runtime_dir, "a", redis.url, **more))
         try:
             await until(lambda: is_listening(process.socket))
             async with engine_at_node(runtime_dir, "b", redis.url, **more) as (node, engine):
@@ -285,7 +269,7 @@ async def test_what_a_peer_had_that_answers_no_more_comes_from_the_store(
                 process.process.send_signal(how)
                 assert await load(engine, node.pool, str(next(numbers) - 1), 0, 3) == [0, 1, 2]
         finally:
-            process.kill()
+            process.stop(signal.SIGKILL)
 
 
 async def test_what_peers_do_not_have_any_more_comes_from_the_store(runtime_dir: Path, redis: RedisServer) -> None:
