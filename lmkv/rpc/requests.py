@@ -56,21 +56,21 @@ class Requests(AsyncIterator[Any]):
         if self._lease.size_bytes and self._has_begun:
             self._lease.close()
         self._has_begun = True
-        return await self._decoded(await anext(self._parts))
+        return await self._decoded(await anext(self._parts), is_streamed=True)
 
     async def only(self) -> Any:
         """The one message of a call that has no other."""
         data = await anext(self._parts)
         await self.aclose()
-        return await self._decoded(data)
+        return await self._decoded(data, is_streamed=False)
 
-    async def _decoded(self, data: bytes) -> Any:
+    async def _decoded(self, data: bytes, *, is_streamed: bool) -> Any:
         check_caller()
         self._lease.add(max(len(data) - self._lease.size_bytes, 0))  # it counts while it waits to be decoded
         await self._lease.acquire(len(data) * DECODED_PROTOBUF_FACTOR)
         if len(data) < turns.LARGE_BYTES:  # most messages, which wait for no turn
             return checked(data, self._decode)
-        async with turns.of_loop().take(self._lease.caller, len(data)):
+        async with turns.of_loop().take(self._lease.caller, len(data), is_streamed=is_streamed):
             return checked(data, self._decode)
 
     async def aclose(self) -> None:

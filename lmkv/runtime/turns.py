@@ -133,8 +133,11 @@ class Turns:
         self._arrival_count += 1
 
     @asynccontextmanager
-    async def take(self, caller: str, size_bytes: int) -> AsyncIterator[None]:
-        """Inside, a message has its turn. Waits for it if the message is large."""
+    async def take(self, caller: str, size_bytes: int, *, is_streamed: bool = False) -> AsyncIterator[None]:
+        """Inside, a message has its turn. Waits for it if the message is large.
+
+        The answer to one of a stream brings no call to accept: the loop is left to others for one iteration only.
+        """
         if size_bytes < LARGE_BYTES:
             yield
             return
@@ -145,7 +148,7 @@ class Turns:
         try:
             yield
         finally:
-            quiet_seconds = max(size_bytes / LARGE_BYTES_PER_SECOND, QUIET_SECONDS)
+            quiet_seconds = 0.0 if is_streamed else max(size_bytes / LARGE_BYTES_PER_SECOND, QUIET_SECONDS)
             self._pause(time.monotonic() + MAX_PAUSE_SECONDS, min(quiet_seconds, MAX_PAUSE_SECONDS))
 
     async def read(self, caller: str) -> None:
@@ -174,7 +177,7 @@ class Turns:
 
         def look() -> None:
             now = time.monotonic()
-            is_quiet = self._arrival_count == arrival_count and now - begin < 2 * quiet_seconds
+            is_quiet = self._arrival_count == arrival_count and (not quiet_seconds or now - begin < 2 * quiet_seconds)
             if is_quiet or now >= until:
                 self._give()
             else:
