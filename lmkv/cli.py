@@ -25,6 +25,7 @@ GROUP = "lmkv.commands"
 MAX_ERROR_CHARACTERS = 4_000
 
 SUMMARIES: Mapping[str, str] = {
+    "bench": "measure what engines that run save on repeated prompts: documents and chats at their URLs",
     "clear": "drop chunks: of a prompt, of a model, or all",
     "completion": "print the script that makes a shell complete commands and flags",
     "config": "import LMCache's configuration, or check one of lmkv's",

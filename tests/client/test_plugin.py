@@ -59,6 +59,9 @@ vllm.__version__ = "7.0.0"
 from lmkv_client import plugin
 plugin.register()
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+for hook in ("restore_kv_caches", "unregister_kv_caches"):  # since 0.33
+    setattr(KVConnectorBase_V1, hook, lambda self: None)
 if BREAKS:
     from vllm.v1 import kv_cache_interface
     del kv_cache_interface.MambaSpec

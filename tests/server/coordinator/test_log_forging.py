@@ -22,7 +22,7 @@ from tests.support.specs import LLAMA
 
 FORGED = "\n2026-01-01 00:00:00,000 CRITICAL instance b is gone\x1b[2J\u2028\u202e"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")}
-RECORD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) \S.*")
+RECORD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} lmkv coordinator (INFO|WARNING|ERROR) \S.*")
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from tests.client.conftest import Fleet, RunCommand
 from tests.server.coordinator.guarded import guarded, token_of
 from tests.support.certificates import issue
 from tests.support.specs import LLAMA
-from tests.waiting import until
+from tests.waiting import eventually
 
 Capture = pytest.CaptureFixture[str]
 
@@ -367,7 +367,12 @@ async def test_the_fleet_is_checked_instance_by_instance(
 ) -> None:
     config = dataclasses.replace(node, coordinator_address=(fleet.address,))
     async with Node(config) as real:
-        await until(lambda: real.fleet.connected, "the node is registered")
+        async with Coordinator(fleet.address) as coordinator:
+
+            async def has_reported() -> bool:
+                return any(one.instance_id == "lmkv-1" and one.synced for one in await coordinator.instances())
+
+            await eventually(has_reported, True)
         assert await run_command("doctor", "--fleet", "--coordinator", fleet.address, "--json") == 1
     findings = {one["check"]: one for one in json.loads(capsys.readouterr().out)}
     assert findings["coordinator"]["text"].endswith("; 3 instances")
