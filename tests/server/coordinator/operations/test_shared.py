@@ -157,6 +157,11 @@ async def test_an_operation_whose_coordinator_is_killed_is_lost_and_a_repeat_els
             assert "repeat the call with the same request_id" in said
             with pytest.raises(OperationNotFound, match="is lost"):
                 await other.operation(move.name)
+
+        async def all_have_reported() -> bool:
+            return all(instance.synced for instance in await other.instances())
+
+        await eventually(all_have_reported, True)
         repeated = await other.move(keys=KEYS, source=FIRST, destination=SECOND, request_id="once")
         assert (await repeated.wait()).chunk_count == CHUNK_COUNT
         assert await states(fleet.other) == {repeated.name: "done", move.name: "lost", copy.name: "done"}
