@@ -45,9 +45,9 @@ class Level:
 
     request_count: int
     clients: int = 0
-    """Of a closed loop."""
+    """Each of these clients sends its next request when its last one is answered; 0: the loop is open."""
     share: float = 0.0
-    """Of an open loop: requests per second, of those that the engine alone answers at level `c16`."""
+    """An open loop sends this share of the requests per second that the engine alone answers at level `c16`."""
     has_streams: bool = False
     """Whether other requests decode all the time."""
 
@@ -64,7 +64,7 @@ LEVELS: Mapping[str, Level] = {
 }
 QUICK_LEVELS = ("c4", "c16")
 QUICK_SHARE = 0.4
-"""Of the requests of a level."""
+"""A quick run sends this share of a level's requests."""
 QUICK_CELLS = (OWN,)
 DOCUMENTS, QUICK_DOCUMENTS = 40, 30
 

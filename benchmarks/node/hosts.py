@@ -18,7 +18,7 @@ from lmkv_client.demo.process import CheckedServer
 from tests.waiting import is_listening
 
 BURST = "1mb"
-"""What a shaped link passes at once: 0.8 ms at 10 Gbit/s."""
+"""A shaped link passes bursts of this size unshaped: 0.8 ms at 10 Gbit/s."""
 NETWORK = "198.18.77"
 OWN_NETWORK = "198.18.78"
 """Of the addresses that are set aside for benchmarks; the second one is for networks with this host."""

@@ -22,7 +22,7 @@ Ask = Callable[[Prompt], Completion]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What became of requests that ran beside each other."""
+    """The answers to requests that ran at the same time, and how long they took."""
 
     completions: Sequence[Completion]
     """In the order of their prompts."""
@@ -60,7 +60,7 @@ class Measured:
         return 100 * sum(own.token_ids == theirs.token_ids for own, theirs in pairs) / len(self.completions)
 
     def rows(self, name: str, baseline: str = "", other: Measured | None = None) -> Iterator[Row]:
-        """Rows whose names begin with `name`, beside those of the `baseline`, which `other` is."""
+        """Rows whose names begin with `name`, each compared with that of `other`, which is called `baseline`."""
         values = {
             f"{what}_p{percent}_ms": (1e3 * percentile(seconds, percent), "ms")
             for what, seconds in self.times.items()

@@ -58,7 +58,7 @@ class PairPlan:
     """The same of the second engine, if it has another number."""
     prompts_in_cache: int = 3
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Of lmkv's nodes."""
+    """Settings of lmkv's nodes."""
 
     @property
     def pool_bytes(self) -> int:

@@ -228,7 +228,7 @@ async def _service(
 
 
 class _LocalCall:
-    """What the service asks of a call: who makes it."""
+    """A call as the service sees it: it asks only who the caller is."""
 
     def auth_context(self) -> dict[str, list[bytes]]:
         """Nothing: it has no credentials."""

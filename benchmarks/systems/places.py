@@ -31,7 +31,7 @@ Opener = Callable[[], AbstractContextManager[EnginePair]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacePlan:
-    """What all systems have in common: `first` of each pair computes the documents, `second` is asked."""
+    """The plan of one cell, the same for all systems. Of a pair, `first` computes the documents, `second` is asked."""
 
     run: BenchmarkRun
     model: Path

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ class ThreadedRead:
     """Returns the result of the read, if it has succeeded."""
 
 
-class ThreadedChannel(Generic[P]):
+class ThreadedChannel(ABC, Generic[P]):
     """The peers of a channel, and its reads from them. A channel adds peers, and makes a `ThreadedRead` of copies."""
 
     name: ClassVar[str]
@@ -219,6 +220,6 @@ class ThreadedChannel(Generic[P]):
         if peer := self._peers.pop(peer_name, None):
             peer.forget()
 
+    @abstractmethod
     def _make_read(self, peer: P, copies: Sequence[Copy], grant_id: str) -> ThreadedRead:
-        """The parts of a read whose copies are inside of both pools."""
-        raise NotImplementedError
+        """Returns the read that makes these copies; they are inside of both pools."""

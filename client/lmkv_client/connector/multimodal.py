@@ -28,7 +28,7 @@ class UnknownMedia(ValueError):
 
 
 class TensorDigests:
-    """Digests of tensors. vLLM keeps those of an item that is used again: they are hashed once."""
+    """Hashes each tensor once: vLLM keeps the tensors of an item that is used again."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], bytes]] = {}

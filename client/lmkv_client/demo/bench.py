@@ -57,7 +57,7 @@ class BenchRound:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Of these, tokens that no engine computed; None if the engines do not report them in their answers, as vLLM
+        """Tokens of all prompts that no engine computed; None if the answers do not have their number, as those of vLLM
         without `--enable-prompt-tokens-details`."""
         count = sum(one.cached_tokens for one in self.completions)
         return None if not count and self.loaded_tokens else count

@@ -145,7 +145,7 @@ class Cluster:
     ) -> EngineProcess:
         """Adds an engine, not started, whose node is the instance `name`.
 
-        `settings` override those of the cluster; `model` is the cluster's by default.
+        `settings` override the cluster's settings, and `model` replaces the cluster's model.
         """
         own = self._environment(name) | dict(settings or {})
         options["environment"] = own | dict(options.get("environment", {}))

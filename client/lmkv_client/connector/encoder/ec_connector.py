@@ -50,7 +50,7 @@ class EncoderStats(ECConnectorStats):
     """Counts since the last time vLLM took them."""
 
     data: dict[str, Any] = field(default_factory=dict)
-    """By the names of `ENCODER_COUNTERS`."""
+    """Counts by name; the names are those of `ENCODER_COUNTERS`."""
 
     def reset(self) -> None:
         """Starts over."""

@@ -215,7 +215,7 @@ class RequestState:
 
     @property
     def asked_keys(self) -> list[ChunkKey]:
-        """The keys to look up: those of chunks that a hit of the request can have."""
+        """The keys to look up. A hit of the request can have no other chunks."""
         count = self.asked_tokens.size
         return self.keys if count == self.token_count else self.keys[: count // self.chunk_size]
 
