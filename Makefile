@@ -255,7 +255,7 @@ verify-floors: $(STAMP) # check the import contracts
 fix-floors: $(STAMP) # regenerate docs/contribute/packages.md from the import contracts and docstrings
 	@$(BIN)/python scripts/architecture
 
-fix-bounds: $(STAMP) # regenerate the numbers and the table of places of docs/operate/bounds.md from the code
+fix-bounds: $(STAMP) # regenerate the numbers and the table of places of tests/bounds.md from the code
 	@$(BIN)/python scripts/bounds
 
 fix-metrics: $(STAMP) # regenerate docs/reference/metrics.md from the metrics in the code

@@ -50,7 +50,7 @@ def _find(report: Report, name: str) -> Row:
 def _without(meaning: str, column: str, report: Report) -> str:
     """The meaning of a row without that of its column."""
     words = re.escape(words_of(column, report.benchmark))
-    return re.sub(rf"^{words}: |; {words}$|(?: by| of| of a hit in|,) {words}(?=[,;]|$)", "", meaning)
+    return re.sub(rf"^{words}: |; {words}$|(?: by| of| of a hit in| in| from|,) {words}(?=[,;]|$)", "", meaning)
 
 
 def _cell(row: Row, *, is_versus: bool) -> str:

@@ -3,7 +3,7 @@
 Once its coordinators have a layout map each, once they share one: LMKV_CHAOS_SHARED, 0 or 1, has only one of both.
 `make chaos` runs it for ten minutes, every run of the tests for some seconds. LMKV_CHAOS_SECONDS says for how long
 altogether, LMKV_CHAOS_SEED by which schedule; a failure says all, and what had been done by then
-(docs/contribute/chaos.md).
+(tests/README.md).
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def test_a_second_run_loads_the_prompt_and_gives_the_same_answer(node: ServerPro
     assert generate(PROMPT, socket) == (0, answer)
 
 
-def test_the_page_shows_the_example_and_it_is_short() -> None:
+def test_the_page_shows_a_part_of_the_example_and_it_is_short() -> None:
     code = EXAMPLE.read_text()
     assert len(code.splitlines()) <= MAX_LINES
     (shown,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert shown == code, "copy docs/examples/numpy_engine.py into the page"
+    assert shown in code, "copy the two functions of docs/examples/numpy_engine.py into the page"

@@ -1,4 +1,4 @@
-"""Runs fuzz targets: `make fuzz ARGS="configuration --seconds 60"`. docs/contribute/fuzzing.md describes it."""
+"""Runs fuzz targets: `make fuzz ARGS="configuration --seconds 60"`. tests/README.md describes it."""
 
 from __future__ import annotations
 

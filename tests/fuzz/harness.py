@@ -1,4 +1,4 @@
-"""Finds fuzz targets, runs one input, and measures its work: `docs/contribute/fuzzing.md`.
+"""Finds fuzz targets, runs one input, and measures its work: `tests/README.md`.
 
 A target is a module of `tests/fuzz/targets` with `run(data)`, which raises if a promise is broken, `SEEDS`, which are
 valid inputs, and `COVERS`, the modules whose lines count as its coverage.

@@ -1,4 +1,4 @@
-"""docs/operate/bounds.md is true: each bound is its constant's or key's value, and each named test exists."""
+"""tests/bounds.md is true: each bound is its constant's or key's value, and each named test exists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.promises.conftest import ROOT, Run
 from tests.server.test_places import SCENARIOS
 
-PAGE = ROOT / "docs" / "operate" / "bounds.md"
+PAGE = ROOT / "tests" / "bounds.md"
 BOUNDS = runpy.run_path(str(ROOT / "scripts" / "bounds"))
 value_of: Callable[[str], float | None] = BOUNDS["value_of"]
 ROW = re.compile(r"^\| (\w[^|]*): [^|]+ \| ([^|]+) \| ([^|]+) \| `(tests/[^|`]+)::(\w+)` \|$", re.MULTILINE)

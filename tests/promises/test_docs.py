@@ -10,7 +10,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "helm/lmkv/README.md", ROOT / "client/typescript/README.md"]
+    [
+        *ROOT.glob("*.md"),
+        *DOCS.rglob("*.md"),
+        *(ROOT / name for name in ("docker/README.md", "protos/README.md", "tests/README.md", "tests/bounds.md")),
+        ROOT / "helm/lmkv/README.md",
+        ROOT / "client/typescript/README.md",
+    ]
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)|\b(?:src|srcset)=\"([^\"]+)\"")
 REPOSITORY = "https://github.com/lmkv/lmkv/blob/main/"

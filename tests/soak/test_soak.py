@@ -2,7 +2,7 @@
 
 `make soak` runs it for an hour, every run of the tests for some seconds, in which no slope is judged.
 LMKV_SOAK_SECONDS is the time of load, LMKV_SOAK_SEED repeats the load, LMKV_SOAK_OUTPUT is the folder of `soak.json`
-and `soak.svg`; docs/contribute/long-runs.md describes the method.
+and `soak.svg`; tests/README.md describes the method.
 """
 
 from __future__ import annotations

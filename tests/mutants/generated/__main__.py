@@ -1,6 +1,6 @@
 """Changes pure modules of lmkv at random places, one at a time, and shows the changes that no test notices.
 
-`make mutation ARGS="--module lmkv.keys --sample 100"` runs it; docs/contribute/mutants.md describes it.
+`make mutation ARGS="--module lmkv.keys --sample 100"` runs it; tests/README.md describes it.
 """
 
 from __future__ import annotations
