@@ -147,9 +147,9 @@ class Coordinator:
 
     With several, a call that a coordinator does not answer is repeated at the next.
 
-    Every call ends within `timeout_seconds`. Calls raise the coordinator's errors (`lmkv.errors`), each with its
-    `reason`, and `Unreachable` if it does not respond. Operations with the same `request_id`, by default a random one,
-    are carried out once. Closing is final and idempotent.
+    Every call ends within `timeout_seconds`, the start of an operation within twice that. Calls raise the coordinator's
+    errors (`lmkv.errors`), each with its `reason`, and `Unreachable` if it does not respond. Operations with the same
+    `request_id`, by default a random one, are carried out once. Closing is final and idempotent.
     """
 
     def __init__(
@@ -424,12 +424,23 @@ class Coordinator:
     async def _start_operation(
         self, method: Callable[[CoordinatorConnection], Any], request: object
     ) -> Operation[Any, Any]:
-        """The operation that a call starts."""
+        """The operation that a call starts.
+
+        While an instance has not reported what it holds yet, as after a restart of the coordinator, the call is
+        repeated within `timeout_seconds`. The request's id makes that safe.
+        """
 
         async def start() -> Any:
             return await self._client.call(method, request)
 
-        return Operation(self._client, await start(), start)
+        deadline = RetryDeadline(self._client.timeout_seconds)
+        while True:
+            try:
+                return Operation(self._client, await start(), start)
+            except Unreachable as error:
+                if "instance_id" not in error.metadata:
+                    raise
+                await deadline.wait_to_retry(error)
 
 
 def _position(position: str | Position) -> Position:

@@ -7,8 +7,10 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 
+from lmkv import rpc
 from lmkv.errors import (
     BadChunkKey,
     BadRequest,
@@ -24,13 +26,17 @@ from lmkv.keys import ChunkKey
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.rpc.messages import by_keys
 from lmkv.tiers import HOST, format_position
+from lmkv.v1 import registry_service_pb2
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.chunk_pb2 import Position
 from lmkv_client import Coordinator, MoveOperation
 from lmkv_client.chunks import MAX_REQUEST_BYTES
+from lmkv_client.operation import RetryDeadline
 from tests.client.conftest import Fleet
 from tests.server.coordinator.cases import KEYS, PROMPT
-from tests.server.coordinator.scripted_instance import until
+from tests.server.coordinator.scripted_instance import ScriptedInstance, until
+from tests.support.node_stub import NodeStub, registration
+from tests.support.specs import LLAMA
 
 
 @pytest.fixture
@@ -76,6 +82,45 @@ async def test_an_order_repeated_by_its_request_id_is_carried_out_once(coordinat
     assert moves[0].name == moves[1].name
     other = await coordinator.copy(PROMPT, source="a", destination="b")
     assert other.name != moves[0].name
+
+
+async def test_a_move_to_an_instance_that_has_yet_to_report_starts_once_it_has(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rpc.open_channel(fleet.address) as channel, Coordinator(fleet.address) as coordinator:
+        c = await registered(channel, ScriptedInstance(channel, {"a": fleet.a}, "c", LLAMA))
+        waited = []
+
+        async def report(_: RetryDeadline, error: LmkvError) -> None:
+            waited.append(str(error))
+            await c.join()
+
+        monkeypatch.setattr(RetryDeadline, "wait_to_retry", report)
+        move = await coordinator.move(PROMPT, source="a", destination="c")
+        monkeypatch.undo()
+        assert (await move.wait()).chunk_count == 3
+        assert waited == ["instance 'c' has not reported what it holds yet; retry shortly"]
+        await c.leave()
+
+
+async def test_a_move_to_an_instance_that_never_reports_is_refused_within_the_time_of_a_call(fleet: Fleet) -> None:
+    async with rpc.open_channel(fleet.address) as channel, Coordinator(fleet.address, timeout_seconds=1) as coordinator:
+        await registered(channel, ScriptedInstance(channel, {}, "c", LLAMA))
+        with pytest.raises(Unreachable, match="has not reported"):
+            await coordinator.move(PROMPT, source="a", destination="c")
+
+
+async def registered(channel: grpc.aio.Channel, instance: ScriptedInstance) -> ScriptedInstance:
+    """An instance that its coordinator knows, but not yet what it holds."""
+    message = registry_service_pb2.Instance(
+        instance_id=instance.instance_id,
+        epoch=instance.epoch,
+        peer_address="127.0.0.1:7000",
+        specs=[instance.spec.to_proto()],
+    )
+    node: Any = NodeStub(channel)
+    await node.Register(registration(message), timeout=60)
+    return instance
 
 
 async def test_times_are_seconds_and_the_longest_ones_are_those_of_durations(

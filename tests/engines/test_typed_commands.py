@@ -62,6 +62,7 @@ def test_the_readmes_fleet_shows_what_the_second_engine_loads_from_the_first(
     shown = Shell(with_model, nursery).run([fleet])
     assert re.search(r"^documents, first time +3 +[\d,]+ +0% +0% ", shown, re.MULTILINE), shown
     assert re.search(r"^documents, again +3 +[\d,]+ +- +[89]\d% ", shown, re.MULTILINE), shown
+    assert shown.count("cached: unknown, as vLLM reports it with --enable-prompt-tokens-details only") == 1
 
 
 def test_the_readmes_prefill_and_decode_engines_answer_through_the_proxy(with_model: Path, nursery: Nursery) -> None:

@@ -239,6 +239,8 @@ def show(rounds: Sequence[BenchRound]) -> None:
         print(f"{kind}: median TTFT {format_duration(after)} instead of {format_duration(before)}")
         if not again.cached_tokens and not again.loaded_tokens:
             print("  no prompt token was cached: `lmkv explain` says why, docs/operate/troubleshooting.md what to do")
+    if any(one.cached_tokens is None for one in rounds):
+        print("cached: unknown, as vLLM reports it with --enable-prompt-tokens-details only")
 
 
 def _cells(one: BenchRound) -> tuple[str, ...]:

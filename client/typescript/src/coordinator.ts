@@ -16,6 +16,7 @@ import type { Instance } from "./gen/lmkv/v1/registry_service_pb.js";
 import { LookupStream } from "./lookup-stream.js";
 import { type ClearOperation, type DrainOperation, type MoveOperation, Operation } from "./operation.js";
 import { parsePosition } from "./position.js";
+import { RetryDeadline } from "./retry-deadline.js";
 import type { Tls } from "./tls.js";
 import { type LayoutUpdate, watch, type WatchOptions } from "./watch.js";
 
@@ -76,12 +77,13 @@ export interface Drain extends Order {
  *
  * Of several, it uses one, and fails over to the next one if a call gets no answer.
  *
- * Every call ends within `timeoutSeconds`. Calls throw `LmkvError`: the coordinator's own errors, each with its `reason`,
- * and `UNREACHABLE` if it does not answer. Answers are the messages of `lmkv.v1` themselves; `protos/lmkv/v1`
- * documents them. `close` is final and idempotent.
+ * Every call ends within `timeoutSeconds`, the start of an operation within twice that. Calls throw `LmkvError`: the
+ * coordinator's own errors, each with its `reason`, and `UNREACHABLE` if it does not answer. Answers are the messages of
+ * `lmkv.v1` themselves; `protos/lmkv/v1` documents them. `close` is final and idempotent.
  */
 export class Coordinator implements Disposable {
   private readonly connections: Connections;
+  private readonly timeoutSeconds: number;
 
   /** Throws `CONFIG_ERROR` if the files of `tls` cannot be used. */
   constructor(
@@ -90,6 +92,7 @@ export class Coordinator implements Disposable {
   ) {
     const addresses = typeof address === "string" ? ([address] as const) : address;
     this.connections = new Connections(addresses, { timeoutSeconds, tls, token });
+    this.timeoutSeconds = timeoutSeconds;
   }
 
   /** `host:port` of the current coordinator. */
@@ -260,12 +263,25 @@ export class Coordinator implements Disposable {
     return watch(this.connections, options);
   }
 
-  /** The operation that a call starts. */
+  /**
+   * The operation that a call starts. While an instance has not reported what it holds yet, as after a restart of the
+   * coordinator, the call is repeated within `timeoutSeconds`; the request's id makes that safe.
+   */
   private async book<Progress extends Message, Result extends Message>(
     begin: (to: Connection) => Promise<OperationMessage>,
   ): Promise<Operation<Progress, Result>> {
     const repeat = async (): Promise<OperationMessage> => await this.connections.ask(begin);
-    return new Operation(this.connections, await repeat(), repeat);
+    const deadline = new RetryDeadline(this.timeoutSeconds);
+    for (;;) {
+      try {
+        return new Operation(this.connections, await repeat(), repeat);
+      } catch (error) {
+        if (!(error instanceof LmkvError) || error.reason !== "UNREACHABLE" || !("instance_id" in error.metadata)) {
+          throw error;
+        }
+        await deadline.waitToRetry(error);
+      }
+    }
   }
 }
 

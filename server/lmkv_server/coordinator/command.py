@@ -68,8 +68,8 @@ async def serve(config: CoordinatorConfig, args: argparse.Namespace) -> None:
     if warning := exposure(config.host, coordinator.authenticator, config.credentials):
         logger.warning(warning)
     async with coordinator, telemetry.export_metrics(coordinator.metrics, SERVICE_NAME, ""):
-        logger.info("lmkv coordinator ready on %s", coordinator.address)
+        logger.info("Ready on %s", coordinator.address)
         if coordinator.url:
             logger.info("HTTP on %s", coordinator.url)
         await first_of(stop.wait(), coordinator.wait(), follow_logging(args, CoordinatorConfig, _set_up_logging))
-    logger.info("lmkv coordinator stopped")
+    logger.info("Stopped")

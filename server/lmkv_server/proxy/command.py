@@ -42,6 +42,6 @@ async def serve(config: ProxyConfig, args: argparse.Namespace) -> None:
     stop = stop_on_signals()
     proxy = Proxy(config)
     async with proxy, telemetry.export_metrics(proxy.metrics, SERVICE_NAME, ""):
-        logger.info("lmkv proxy ready on %s", proxy.url)
+        logger.info("Ready on %s", proxy.url)
         await first_of(stop.wait(), proxy.wait(), follow_logging(args, ProxyConfig, _set_up_logging))
-    logger.info("lmkv proxy stopped")
+    logger.info("Stopped")

@@ -46,8 +46,8 @@ async def serve(config: WebhookConfig, args: argparse.Namespace) -> None:
     server = HttpServer(make_app(additions), options)
     await server.start()
     try:
-        logger.info("lmkv webhook ready on https://%s", address(config.host, server.port))
+        logger.info("Ready on https://%s", address(config.host, server.port))
         await first_of(stop.wait(), follow_logging(args, WebhookConfig, _set_up_logging))
     finally:
         await server.aclose()
-    logger.info("lmkv webhook stopped")
+    logger.info("Stopped")

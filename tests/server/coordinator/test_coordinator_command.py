@@ -49,7 +49,7 @@ def test_it_says_when_it_is_ready_and_ends_cleanly(number: signal.Signals) -> No
         try:
             assert process.stderr is not None
             line = process.stderr.readline()
-            ready = re.search(r"lmkv coordinator ready on 127\.0\.0\.1:(\d+)$", line.strip())
+            ready = re.search(r"Ready on 127\.0\.0\.1:(\d+)$", line.strip())
             assert ready, line
             socket.create_connection(("127.0.0.1", int(ready[1])), timeout=60).close()
             process.send_signal(number)

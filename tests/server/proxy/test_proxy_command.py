@@ -51,7 +51,7 @@ async def started(log: Path, *arguments: object) -> AsyncIterator[tuple[subproce
     process = start(log, *arguments)
     try:
         await until(lambda: "ready on" in text_of(log) or process.poll() is not None)
-        ready = re.search(r"lmkv proxy ready on (\S+)", text_of(log))
+        ready = re.search(r"Ready on (\S+)", text_of(log))
         assert ready, text_of(log)
         yield process, ready[1]
     finally:

@@ -47,6 +47,6 @@ async def serve(config: PickerConfig, args: argparse.Namespace) -> None:
     picker = Picker(config)
     async with picker, telemetry.export_metrics(picker.metrics, SERVICE_NAME, ""):
         gc.freeze()  # a collection of what start-up made takes tens of milliseconds
-        logger.info("lmkv picker ready on %s", picker.address)
+        logger.info("Ready on %s", picker.address)
         await first_of(stop.wait(), picker.wait(), follow_logging(args, PickerConfig, _set_up_logging))
-    logger.info("lmkv picker stopped")
+    logger.info("Stopped")

@@ -121,7 +121,7 @@ async def test_the_command_serves_and_ends_cleanly(make_engine: MakeEngine, tmp_
     process = start([*RUN, *arguments], log, environment)
     try:
         await until(lambda: " is healthy, " in log.read_text() or process.poll() is not None)
-        ready = re.search(r"lmkv picker ready on (\S+)", log.read_text())
+        ready = re.search(r"Ready on (\S+)", log.read_text())
         assert ready, log.read_text()
         async with grpc.aio.insecure_channel(ready[1]) as channel:
             assert await Gateway(channel).pick(BODY) == host_port(engine)
@@ -131,5 +131,5 @@ async def test_the_command_serves_and_ends_cleanly(make_engine: MakeEngine, tmp_
         process.kill()
         process.wait(timeout=60)
     assert process.returncode == 0
-    assert "lmkv picker stopped" in log.read_text()
+    assert "Stopped" in log.read_text()
     assert "Traceback" not in log.read_text()
