@@ -9,7 +9,7 @@ import asyncio
 import gc
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from lmkv import rpc
 from lmkv.config import CoordinatorConfig, PickerConfig, ProxyConfig
+from lmkv.errors import Unreachable
 from lmkv.ext_proc import external_processor_pb2
 from lmkv.internal.v1 import lookup_service_pb2, report_service_pb2
 from lmkv.internal.v1.lookup_service_pb2_grpc import LookupServiceServicer, LookupServiceStub
@@ -40,6 +41,8 @@ from lmkv.v1.chunk_pb2 import HINT_ACTION_PIN, Position
 from lmkv.v1.engine_service_pb2_grpc import EngineServiceServicer
 from lmkv.v1.peer_service_pb2_grpc import PeerServiceServicer, PeerServiceStub
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceServicer
+from lmkv_client.engine import Engine, Written
+from lmkv_client.engine.node.connection import AttachConnection
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.http.app import CoordinatorApp
 from lmkv_server.coordinator.operations.orders import PendingOrders
@@ -57,6 +60,7 @@ from lmkv_server.proxy.picker.picker import Picker
 from lmkv_server.proxy.picker.service import ExternalProcessorService
 from lmkv_server.proxy.proxy import Proxy
 from lmkv_server.webhook.app import make_app
+from tests.client.engine.nodes import connector_config
 from tests.server.coordinator.cases import CHUNKS, KEYS, PROMPT
 from tests.server.coordinator.scripted_instance import ScriptedInstance
 from tests.server.node.cases import chunk_keys
@@ -69,7 +73,7 @@ from tests.server.proxy.pd.test_prefill_decode import COMPLETIONS, PLAIN, comple
 from tests.server.proxy.picker.published import Gateway
 from tests.server.proxy.scripted_engine import ScriptedEngine
 from tests.support.held import held
-from tests.support.interruptions import Interrupter, Kind
+from tests.support.interruptions import Cutter, Interrupter, Kind
 from tests.support.node_stub import NodeStub, registration
 from tests.support.specs import LLAMA
 from tests.waiting import WAIT_SECONDS, eventually, until
@@ -93,6 +97,8 @@ async def ended(work: Awaitable[Any], patience_seconds: float = PATIENCE_SECONDS
 
 class Operators:
     """A coordinator, its clients, and two instances of which one holds a prompt."""
+
+    by_use: Collection[str] = ()
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
@@ -278,13 +284,20 @@ async def delete_operation(fleet: Operators) -> None:
 class Peers:
     """Two nodes without engines, of which one holds chunks."""
 
+    by_use: Collection[str] = ()
+
+    transfer_channel = "nixl"
+
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
         self._handoff_count = 0
 
+    def _part(self, instance_id: str) -> Parts:
+        return Parts(instance_id, chunk_count=64, transfer_channel=self.transfer_channel)
+
     async def start(self, _: Path) -> None:
-        self.owner = await self._stack.enter_async_context(Parts("owner", chunk_count=64))
-        self.reader = await self._stack.enter_async_context(Parts("reader", chunk_count=64))
+        self.owner = await self._stack.enter_async_context(self._part("owner"))
+        self.reader = await self._stack.enter_async_context(self._part("reader"))
         self.channel = await self._stack.enter_async_context(rpc.open_channel(self.owner.address))
         for key in PEER_KEYS:
             self.owner.put(key)
@@ -326,6 +339,8 @@ class Peers:
 
 class Engines:
     """A node with a disk, and engines that attach to it."""
+
+    by_use: Collection[str] = ()
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
@@ -391,6 +406,56 @@ class Engines:
             lending.cancel()
 
 
+ATTACHED_AGAIN = {
+    "NodeClient._attach_count": "numbers attachments",
+    "Pool.address": "another mapping of the same memory",
+    "Pool.fd": "the same",
+    "_Credit()": "one for each message that grants credits",
+    "len Counters._values": "counters",
+    "len PromptAccounts._reports": "reports for the next message, bounded by their number",
+}
+"""What a connection that ends changes in an engine."""
+
+
+class Sessions(Engines):
+    """The same node, and an engine whose threads keep a session with it."""
+
+    by_use = ATTACHED_AGAIN
+
+    async def start(self, folder: Path) -> None:
+        await super().start(folder)
+        address = str(self.node.config.engine_socket)
+        config = connector_config(folder, node_address=address, lookup_timeout=WAIT_SECONDS, enable_pd=True)
+        self.engine = await asyncio.to_thread(Engine.attach, SPEC, config=config)
+        self._stack.push_async_callback(asyncio.to_thread, self.engine.close)
+
+    def roots(self) -> tuple[object, ...]:
+        return (self.node, self.engine)
+
+    async def restore(self) -> None:
+        if hasattr(self, "engine"):
+            await until(lambda: self.engine.is_attached, "the engine is attached again")
+            session = self.engine._dispatcher._session
+            await until(lambda: not session.lookups and session.credits[0].requested_count == 0)
+            extents = await asyncio.to_thread(self.engine.reserve, 2, timeout=WAIT_SECONDS)
+            self.engine.put_back(extents)  # so that it has some for the next ones
+            await until(lambda: self.node.tier.reserved_count == len(session.credits[0]) == 2, "two are reserved")
+        self.tidy()
+        await until(lambda: not any(chunk.holds for chunk in self.node.tier), "no chunk is held")
+        self.node.tier.check()
+
+    async def use(self) -> None:
+        await asyncio.to_thread(self._use)
+
+    def _use(self) -> None:
+        keys = chunk_keys(0, 1, 2)
+        with self.engine.lookup(keys, timeout=WAIT_SECONDS) as held:
+            held.load(1, timeout=WAIT_SECONDS)
+            extents = self.engine.reserve(3, timeout=WAIT_SECONDS)
+            self.engine.commit(Written.chain(keys, extents[:1]))
+            self.engine.put_back(extents[1:])
+
+
 class OfHttp(Operators):
     """The same coordinator, and a client of its HTTP port."""
 
@@ -413,6 +478,8 @@ class OfHttp(Operators):
 
 class Proxies:
     """A proxy in front of a prefill engine and a decode engine."""
+
+    by_use: Collection[str] = ()
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
@@ -470,6 +537,8 @@ class Proxies:
 class Pickers:
     """A picker in front of an engine."""
 
+    by_use: Collection[str] = ()
+
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
 
@@ -507,6 +576,8 @@ class Pickers:
 
 class Webhooks:
     """A webhook, which stands for each tenant's."""
+
+    by_use: Collection[str] = ()
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
@@ -661,6 +732,11 @@ BY_USE = {
     "_Histogram()": "latencies of calls, for each RPC and code",
     "len ServerCalls._histograms": "the same",
     "len _Histogram.buckets": "the same",
+    "len PromptExplainer._reports": "the last reports of prompts, bounded by their number",
+    "len FreeList._starts": "free extents of the pool, bounded by its size: uses leave them in pieces or merged",
+    "len FreeList._sizes": "the same",
+    "len FreeList._by_size": "the same",
+    "len FreeList._large": "the same",
 }
 """What more use makes larger, and why that is no leak. Numbers that each use changes are counters: no entry."""
 
@@ -678,7 +754,7 @@ async def settled(fleet: Any) -> Counter[str]:
     return now
 
 
-async def check(fleet: Any, interrupter: Interrupter, row: Row) -> None:
+async def check(fleet: Any, interrupter: Interrupter | Cutter, row: Row) -> None:
     """Uses a fleet, with each await interrupted: afterwards it must hold what it held before."""
     gc.collect()  # what earlier tests have left to it
     await fleet.restore()
@@ -688,7 +764,7 @@ async def check(fleet: Any, interrupter: Interrupter, row: Row) -> None:
         await fleet.restore()
         counted.append(await settled(fleet))
     before = counted[-1]
-    by_use = set(BY_USE)
+    by_use = {*BY_USE, *fleet.by_use}
     for name in set().union(*counted[1:]):
         numbers = {one[name] for one in counted[1:]}
         if name.startswith(BRIEF):
@@ -728,6 +804,19 @@ async def test_nothing_is_left(monkeypatch: pytest.MonkeyPatch, runtime_dir: Pat
         fleet = row.fleet(stack)
         await fleet.start(runtime_dir)
         await check(fleet, interrupter, row)
+
+
+async def test_nothing_is_left_of_a_session_whose_connection_ends(
+    monkeypatch: pytest.MonkeyPatch, runtime_dir: Path
+) -> None:
+    def cut(connection: AttachConnection) -> None:
+        connection.end(Unreachable("as the test demands"))
+
+    cutter = Cutter(monkeypatch, (AttachConnection, "send"), (AttachConnection, "_take"), cut=cut)
+    async with AsyncExitStack() as stack:
+        fleet = Sessions(stack)
+        await fleet.start(runtime_dir)
+        await check(fleet, cutter, Row(Sessions, (), Sessions.use))
 
 
 SERVICES = (

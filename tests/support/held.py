@@ -11,12 +11,17 @@ import enum
 import functools
 import inspect
 import sys
+import threading
 import types
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
+_THREAD_LOCK = type(threading.Lock())
 _SIZED = (dict, list, set, frozenset, deque, WeakSet, WeakKeyDictionary, WeakValueDictionary)
 _WALKED = ("lmkv.", "lmkv_server.", "lmkv_client.", "contextlib.")
 _VALUES = ("lmkv.errors.", "lmkv.config.", "lmkv.spec.", "lmkv.v1.", "lmkv.internal.")
@@ -25,11 +30,39 @@ _VALUES = ("lmkv.errors.", "lmkv.config.", "lmkv.spec.", "lmkv.v1.", "lmkv.inter
 def held(*roots: object) -> Counter[str]:
     """What is held: numbers and locks by `Class.attribute`, lengths by `len Class.attribute`, instances by `Class()`,
     and tasks by their coroutines."""
-    counts: Counter[str] = Counter()
-    for task in asyncio.all_tasks():
-        name = getattr(task.get_coro(), "__qualname__", task.get_name())
-        if not name.startswith("_AioCall."):  # of gRPC's clients, which tests interrupt themselves
-            counts[f"task {name}"] += 1
+    counts = tasks()
+    _walk(roots, counts)
+    return counts
+
+
+def tasks() -> Counter[str]:
+    """The tasks of the running loop, by their coroutines."""
+    names = (getattr(task.get_coro(), "__qualname__", task.get_name()) for task in asyncio.all_tasks())
+    # Those of gRPC's clients are left out, which tests interrupt themselves.
+    return Counter(f"task {name}" for name in names if not name.startswith("_AioCall."))
+
+
+def reachable(*roots: object) -> list[object]:
+    """All that can be reached. A test that keeps it sees what is closed, and not only forgotten."""
+    return _walk(roots, Counter())
+
+
+def opened() -> Counter[str]:
+    """Open files, sockets and pipes of this process by number, its threads, and its mappings of shared memory."""
+    found: Counter[str] = Counter()
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # of the listing itself
+            found[f"file {entry.name} {entry.readlink()}"] += 1
+    for thread in threading.enumerate():
+        found[f"thread {thread.name} {thread.ident}"] += 1
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, _, path = line.partition("/")
+        if "lmkv" in path and not path.endswith((".so", ".py")):
+            found[f"mapping {path}"] += 1
+    return found
+
+
+def _walk(roots: Iterable[object], counts: Counter[str]) -> list[object]:
     pending: list[Any] = [*roots, *_globals()]
     seen: dict[int, object] = {}
     while pending:
@@ -48,7 +81,7 @@ def held(*roots: object) -> Counter[str]:
                     continue
                 pending.append(value)
         pending += _inside(one)
-    return counts
+    return list(seen.values())
 
 
 @functools.cache
@@ -70,7 +103,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _attributes(one: object) -> Iterator[tuple[str, Any]]:
-    yield from getattr(one, "__dict__", {}).items()
+    yield from list(getattr(one, "__dict__", {}).items())
     for name in _slots(type(one)):
         if hasattr(one, name):
             yield name, getattr(one, name)
@@ -87,8 +120,10 @@ def _amount(value: Any) -> int | None:
         return len(value._waiters)
     if isinstance(value, asyncio.Queue):
         return value.qsize()
-    if isinstance(value, asyncio.Future):
+    if isinstance(value, asyncio.Future | Future):
         return not value.done()
+    if isinstance(value, _THREAD_LOCK):
+        return value.locked()
     return None
 
 

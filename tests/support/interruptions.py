@@ -11,6 +11,7 @@ import asyncio
 import enum
 import functools
 import inspect
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -62,6 +63,14 @@ class Interruption:
             return False
         self.place = place
         return True
+
+    def cuts_at(self, place: str) -> Kind | None:
+        """Counts a call. Returns the kind of the interruption if it is its turn."""
+        self._left -= 1
+        if self._left >= 0 or self.place:
+            return None
+        self.place = place
+        return self._kind
 
     def reached(self, future: Any, place: str) -> bool:
         """Counts an await; interrupts it if it is its turn. Returns whether it is to fail at once."""
@@ -169,6 +178,46 @@ class Interrupter:
                 yield item
 
         patch.setattr(owner, name, call if inspect.iscoroutinefunction(method) else stream)
+
+
+class Cutter:
+    """Ends connections between threads at each call of methods in turn: before the call, or after it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *methods: tuple[type, str], cut: Callable[[Any], None]) -> None:
+        """`cut` is called with the object whose method is called."""
+        self._current = Interruption(MOST_AWAITS * MOST_AWAITS, Kind.CANCEL)
+        self._cut = cut
+        self._lock = threading.Lock()
+        for owner, name in methods:
+            self._watch(patch, owner, name)
+
+    def every_await(self, *_: Kind, may_be_none: bool = False) -> Iterator[Interruption]:
+        """An interruption for each call that is reached: one at a time is in effect."""
+        for kind in (Kind.CANCEL, Kind.CANCEL_LATE):
+            for at in range(MOST_AWAITS):
+                self._current = Interruption(at, kind)
+                yield self._current
+                self._current.end()
+                if not self._current.place:
+                    assert at or may_be_none, "nothing is tested: no call"
+                    break
+
+    def _watch(self, patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def call(one: Any, *arguments: Any, **options: Any) -> Any:
+            with self._lock:
+                kind = self._current.cuts_at(f"{owner.__name__}.{name}")
+            if kind is Kind.CANCEL:
+                self._cut(one)
+            try:
+                return method(one, *arguments, **options)
+            finally:
+                if kind is Kind.CANCEL_LATE:
+                    self._cut(one)
+
+        patch.setattr(owner, name, call)
 
 
 def _place_of(work: Any) -> str:

@@ -273,6 +273,18 @@ def test_an_adapter_that_is_downloaded_at_its_load_is_known_if_there_is_one_comm
     if is_updated:
         publish(hub, "b" * 40, b"2")
     assert (adapters.of_request(request("org/tuned")) is None) == is_updated
+    adapters.removed(1)
+    adapters.loading(request("org/tuned"))
+    assert adapters.of_request(request("org/tuned")) is not None, "vLLM has loaded it again: what is there now"
+
+
+def test_an_adapter_that_was_known_once_is_known_at_its_next_load(hub: Path) -> None:
+    adapters = Adapters()
+    adapters.loading(request("org/tuned"))
+    publish(hub, "a" * 40, b"1")
+    assert adapters.of_request(request("org/tuned")) is not None
+    publish(hub, "b" * 40, b"2")
+    assert adapters.of_request(request("org/tuned", load_inplace=True)) is not None
 
 
 def test_a_copy_of_an_adapter_is_the_same(hub: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, root_key
 from lmkv.misses import MissReason, reason_name
+from lmkv.runtime.patience import TIMEOUTS_UNTIL_SUSPECT
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.engine.counters import Counters
 from lmkv_client.engine.prompt_account import PromptAccount
@@ -154,3 +155,24 @@ def test_one_module_of_the_client_asks_loads_commits_and_releases() -> None:
         if acts.search(path.read_text())
     }
     assert users == {"engine/session.py"}
+
+
+def test_a_late_answer_or_another_node_ends_the_suspicion() -> None:
+    talk = Talk()
+    talk.node.prompt = False
+
+    def time_out() -> None:
+        for _ in range(TIMEOUTS_UNTIL_SUSPECT):
+            talk.session.time_out(talk.lookup(), 0.1, FIRST)
+        assert reason(talk.lookup()) == MissReason.NODE_SUSPECT
+
+    time_out()
+    talk.node.answer()
+    assert set(talk.kinds()) == {"late"}
+    assert talk.lookup().state is LookupState.ASKED, "it has answered"
+    time_out()
+    talk.node.lose()
+    talk.events()
+    talk.node.attach()
+    talk.events()
+    assert talk.lookup().state is LookupState.ASKED, "the next node is asked"

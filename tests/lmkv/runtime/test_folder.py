@@ -60,6 +60,20 @@ def test_folders_are_made_for_this_user_with_their_parents(tmp_path: Path) -> No
         Folder.shared(tmp_path / "none", KEY)
 
 
+def test_folders_that_another_process_makes_at_the_same_time_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = os.mkdir
+
+    def after_another(name: str, *arguments: int, **options: int) -> None:
+        make(name, *arguments, **options)
+        make(name, *arguments, **options)
+
+    monkeypatch.setattr(os, "mkdir", after_another)
+    with Folder.private(tmp_path / "a" / "b", "runtime_dir") as folder:
+        assert folder.is_in_place
+
+
 def test_a_relative_path_and_one_with_dots_lead_where_they_always_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,11 +75,15 @@ class Two:
         self.nixl, self.tcp = StubChannel("nixl"), StubChannel("tcp")
         self.connect_error: LmkvError | None = None
         self.connected: list[str] = []
+        self.connects = asyncio.Event()
+        """Connections wait for it."""
+        self.connects.set()
         preferred: Any = self.nixl
         self.reader = SwitchingReader("owner:1", preferred, "tcp", self.connect)
 
     async def connect(self, name: str) -> Any:
         self.connected.append(name)
+        await self.connects.wait()
         if self.connect_error:
             raise self.connect_error
         return self.nixl if name == "nixl" else self.tcp
@@ -214,9 +218,10 @@ async def test_what_was_learned_outlives_a_new_connection_but_no_metadata_does(t
     two.nixl.error = Unreachable("no device")
     await two.read(stops)
     two.reader.renew(two.connect)
-    await two.read(stops)
-    assert (two.nixl.read_count, two.tcp.read_count) == (1, 2)
-    assert two.connected == ["tcp", "tcp"]
+    for _ in range(3):
+        await two.read(stops)
+    assert (two.nixl.read_count, two.tcp.read_count) == (1, 4)
+    assert two.connected == ["tcp", "tcp"], "each connection connects it once"
 
 
 async def test_a_closed_reader_disconnects_all_but_the_channel_to_keep_and_connects_no_more(two: Two) -> None:
@@ -229,3 +234,19 @@ async def test_a_closed_reader_disconnects_all_but_the_channel_to_keep_and_conne
     with pytest.raises(Unreachable):
         await two.read(stops)
     assert (stops.count, two.tcp.read_count) == (1, 1)
+
+
+async def test_a_reader_that_is_stopped_ends_its_trial_and_connects_no_more(two: Two, stops: Stops) -> None:
+    two.connects = asyncio.Event()
+    for _ in range(2):
+        await two.read(stops)
+    await until(lambda: two.connected, "a trial connects")
+    trial = two.reader._trial
+    assert trial
+    two.reader.stop()
+    await asyncio.wait([trial])
+    assert trial.cancelled()
+    two.nixl.error = Unreachable("lost")
+    with pytest.raises(Unreachable):
+        await two.read(stops)
+    assert (two.connected, two.tcp.read_count) == (["tcp"], 0)

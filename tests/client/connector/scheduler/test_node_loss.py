@@ -148,7 +148,9 @@ def test_reset_forgets_what_the_node_holds(make_engine: MakeEngine) -> None:
 
 
 def test_reset_without_a_node_says_that_it_failed(make_engine: MakeEngine) -> None:
-    assert not make_engine(attached=False).side.reset()
+    engine = make_engine(attached=False)
+    assert not engine.side.reset()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "vLLM passes it on to who resets"
 
 
 def test_reset_that_is_not_answered_says_so_after_a_second(make_engine: MakeEngine) -> None:

@@ -540,3 +540,21 @@ async def test_a_map_of_coordinators_of_another_protocol_is_left_to_them_until_t
             await until(lambda: map_id(coordinator) != "")
             await all_know(node, coordinator)
             await until(lambda: node.stream_kinds[coordinator.address][-1] == "home")
+
+
+async def test_every_refused_publication_of_a_batch_is_reported(server: RedisServer) -> None:
+    store = await connected(server.url)
+    refused: list[tuple[ChunkOwner, str]] = []
+    publisher = Publisher(store, lambda owner, _term, reply: refused.append((owner, reply)))
+    owners = [ChunkOwner("", "visitor") for _ in range(3)]
+    fenced = [Publication(owner, 1, await store.next_term(owner), publisher.enqueue) for owner in owners]
+    await store.next_term(owners[0])
+    running = [asyncio.create_task(publisher.run()), asyncio.create_task(publisher.renew(lambda: fenced[-1:], 0.01))]
+    for one in fenced:
+        one.publish_complete()
+    await until(lambda: len(refused) > len(fenced), "publications and renewals are refused")
+    assert set(refused) == {(owners[0], "fenced")}
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await store.aclose()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -29,7 +30,7 @@ from lmkv.v1.cache_service_pb2 import (
     UnpinRequest,
 )
 from lmkv.v1.chunk_pb2 import Position
-from lmkv_server.coordinator.operations.audit import logger, redacted, write_audit_to
+from lmkv_server.coordinator.operations.audit import audited, logger, redacted, write_audit_to
 from tests.server.coordinator.cases import KEYS, PROMPT
 from tests.server.coordinator.guarded import Guarded, token_of
 
@@ -165,3 +166,11 @@ async def test_the_documentation_shows_a_line_as_it_is(fleet: Guarded, log: Path
     assert shown["request"].keys() < line["request"].keys()
     for example in (shown, line):
         assert re.fullmatch(r"copy-[0-9a-f]{16}", example["operation"])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a fault"), asyncio.CancelledError()])
+def test_an_act_that_crashes_is_logged_as_failed(log: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)), audited("pin", PinRequest()):
+        raise error
+    (line,) = lines(log)
+    assert (line["act"], line["outcome"]) == ("pin", "FAILED")

@@ -108,8 +108,11 @@ def test_only_partial_chunks_of_known_specs_with_a_parent_are_indexed() -> None:
 def test_a_spec_that_comes_later_finds_what_the_tiers_hold() -> None:
     index = PartialChunks({"host": [last_chunk([1]), last_chunk([1, 2, 3, 4])]})
     index.add_tier("disk", [last_chunk([1, 2, 3]), Stored(ChunkKey(b"o" * 16), ROOT, 2, OTHER.fingerprint)])
+    found: list[tuple[str, int]] = []
+    index.on_found = lambda tier, chunk: found.append((tier, chunk.token_count))
     index.add_spec(SPEC)
     assert list(index.index.lengths(ROOT)) == [1, 3]
+    assert found == [("host", 1), ("disk", 3)], "coordinators hear of them now"
     index.add_spec(OTHER)
     assert list(index.index.lengths(ROOT)) == [1, 2, 3]
     index.remove_spec(SPEC.fingerprint)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import stat
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from typing import Any, Self
 
@@ -282,3 +284,23 @@ async def test_a_frame_takes_memory_before_its_payload_is_read(node: Node, monke
             await until(lambda: budget.waiting_count == 1)  # both have one share, as they are of one process
     await until(lambda: budget.held_bytes == 0)
     assert budget.waiting_count == 0
+
+
+async def test_an_engine_that_does_not_read_its_last_frames_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach_socket, "CLOSE_SECONDS", 0.1)
+    ours, theirs = socket.socketpair()
+    frame = bytes(rpc.MAX_MESSAGE_BYTES // 2)
+
+    async def serve(_: AsyncIterator[pb.AttachRequest]) -> AsyncGenerator[pb.AttachResponse, None]:
+        for _number in range(8):
+            yield pb.AttachResponse(events=[pb.Event(found=pb.FoundChunks(partial_key=frame))])
+
+    with theirs:
+        reader, writer = await asyncio.open_connection(sock=ours)
+        writer.transport.set_write_buffer_limits(high=16 * len(frame))
+        await attach_socket._Connection(reader, writer).serve(serve)
+        theirs.settimeout(SECONDS)
+        received = 0
+        while data := await asyncio.to_thread(theirs.recv, 1 << 16):
+            received += len(data)
+    assert received < 8 * len(frame), "what was not read in time is not sent"

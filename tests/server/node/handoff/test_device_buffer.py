@@ -143,3 +143,18 @@ async def test_a_word_of_a_read_that_makes_no_sense_is_refused(result: pb.Buffer
     read = WorkerRead([0], 1, lambda: None)
     with pytest.raises(BadMessage, match="checksum per chunk"):
         read.report(0, result)
+
+
+async def test_reads_of_a_buffer_that_is_closed_have_failed_and_stopped() -> None:
+    lent = Lent()
+    lent.lend(0)
+    lent.lend(1)
+    buffer = lent.buffers.find(SPEC)
+    assert buffer
+    stops: list[int] = []
+    buffer._reads[1] = read = WorkerRead([0, 1], 1, lambda: stops.append(1))
+    lent.buffers.remove("engine")
+    assert stops == [1], "what it would write into is not lent any more"
+    with pytest.raises(Unreachable, match="closed"):
+        await read.outcome
+    assert read.stopped

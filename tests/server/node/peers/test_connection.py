@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from lmkv.errors import BadMessage
+from lmkv.errors import BadMessage, Full
+from lmkv.keys import ChunkKey
+from lmkv.runtime.places import requester
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
+from lmkv_server.node.peers import connection
 from lmkv_server.node.peers.connection import PeerChunk, granted_chunks
+from lmkv_server.node.serving.read_grants import SHARE
 from tests.server.node.hybrid_engine import HYBRID
-from tests.server.node.peer_parts import SMALL
+from tests.server.node.peer_parts import SMALL, Parts, keys_of
+from tests.waiting import WAIT_SECONDS
 
 REGION = pb.Region(address=1 << 40, size_bytes=8 * SMALL.chunk_bytes)
 
@@ -81,3 +86,33 @@ def test_no_chunk_is_offered_twice() -> None:
     response.present[:] = [2, 2]
     with pytest.raises(BadMessage):
         granted_chunks(response, range(3), SMALL, [REGION])
+
+
+async def test_an_engine_that_was_refused_is_the_next_to_get_a_grant_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with Parts("owner", chunk_count=2 * SHARE) as owner, Parts("reader") as reading:
+        keys = keys_of(3)
+        for key in keys:
+            owner.put(key)
+        peer = reading.connections.get(owner.holder(3))
+        assert peer
+        await peer.connect(SMALL, WAIT_SECONDS)
+
+        async def acquire(engine: str, key: ChunkKey) -> str:
+            requester.set(engine)
+            return (await peer.acquire(SMALL, [key], WAIT_SECONDS, WAIT_SECONDS)).grant.grant_id
+
+        monkeypatch.setattr(connection, "TURN_SECONDS", WAIT_SECONDS)
+        granted = [await acquire("engine:hog", key) for key in keys[:2]]
+        with pytest.raises(Full):
+            await acquire("engine:honest", keys[2])
+        await peer.release(granted.pop(), WAIT_SECONDS)
+        with pytest.raises(Full, match="next to get a grant") as refused:
+            await acquire("engine:hog", keys[1])
+        assert refused.value.retry_seconds == connection.FULL_SECONDS
+        monkeypatch.setattr(connection, "TURN_SECONDS", 0.0)
+        granted.append(await acquire("engine:hog", keys[1]))
+        for grant_id in granted:
+            await peer.release(grant_id, WAIT_SECONDS)
+        assert not peer._grants.count("engine:hog")

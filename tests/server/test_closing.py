@@ -1,0 +1,135 @@
+"""Servers and clients that have ended keep nothing open: no file, socket, thread, task or mapping of shared memory.
+
+All that they had is still referred to, so that what is only forgotten counts as open.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkv.runtime.folder import Folder
+from lmkv_client.engine.extent import Extent, MappedPool
+from lmkv_server.http.server import HttpOptions, HttpServer
+from lmkv_server.node.node import Node
+from tests.server.node.cases import chunk_keys
+from tests.server.node.engine_client import EngineClient
+from tests.server.node.node_parts import node_config
+from tests.server.node.whole_nodes import load, store
+from tests.server.test_interruptions import (
+    Engines,
+    OfHttp,
+    Operators,
+    Peers,
+    Pickers,
+    Proxies,
+    Sessions,
+    Webhook,
+    Webhooks,
+    lookup,
+    lookup_stream,
+    watch,
+)
+from tests.support.held import opened, reachable, tasks
+from tests.support.redis_server import RedisServer
+from tests.waiting import until
+
+LEFT_OPEN_SECONDS = 10.0
+OF_OTHERS = ("thread asyncio_", "anon_inode:")
+"""What the event loop ends itself, and the pollers of gRPC, whose number varies."""
+ENDS = ("aclose", "cancel", "close", "disconnect", "shutdown", "stop", "__exit__", "__aexit__")
+BY_REFERENCE = (Extent, Folder, Future, MappedPool, memoryview, mmap.mmap)
+"""What is closed with its last reference, since calls on other threads may still use it."""
+
+
+class TcpPeers(Peers):
+    """Nodes whose channel leaves nothing to the libraries that it uses."""
+
+    transfer_channel = "tcp"
+
+
+class OfStore:
+    """A node with a remote store, which an engine has used."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+
+    async def start(self, folder: Path) -> None:
+        server = self._stack.enter_context(RedisServer())
+        config = node_config(folder, "n", remote_url=server.url, remote_lookup_timeout=20.0)
+        self.node = await self._stack.enter_async_context(Node(config))
+        async with EngineClient(self.node) as engine:
+            await store(engine, self.node.pool, 0, 1, 2)
+            await until(lambda: len(server.names()) == 3)
+            self.node.tier.drop(chunk_keys(0, 1, 2))
+            await engine.lookup("request", chunk_keys(0, 1, 2))
+            assert await load(engine, self.node.pool, "request", 0, 3) == [0, 1, 2]
+
+    def roots(self) -> tuple[object, ...]:
+        return (self.node,)
+
+
+USES: dict[type[Any], tuple[Callable[[Any], Awaitable[object]], ...]] = {
+    Operators: (lookup, lookup_stream, watch),
+    OfHttp: (OfHttp.lookup, OfHttp.watch),
+    TcpPeers: (Peers.fetch, Peers.hand),
+    Engines: (Engines.use, Engines.lend),
+    Sessions: (Sessions.use,),
+    OfStore: (),
+    Proxies: (Proxies.stream,),
+    Pickers: (Pickers.pick,),
+    Webhooks: (Webhooks.mutate,),
+}
+
+
+def can_be_closed(one: object) -> bool:
+    """Whether its owner has to close it."""
+    return not isinstance(one, BY_REFERENCE) and any(hasattr(one, name) for name in ENDS)
+
+
+@asynccontextmanager
+async def used(kind: type[Any], folder: Path) -> AsyncIterator[list[object]]:
+    """A fleet that was used; yields all that it refers to."""
+    async with AsyncExitStack() as stack:
+        fleet = kind(stack)
+        await fleet.start(folder)
+        for use in USES[kind]:
+            await use(fleet)
+        yield [one for one in reachable(*fleet.roots()) if can_be_closed(one)]
+
+
+def all_open() -> Counter[str]:
+    """What is open now."""
+    counts = opened() + tasks()
+    return Counter({name: count for name, count in counts.items() if not any(each in name for each in OF_OTHERS)})
+
+
+@pytest.mark.parametrize("kind", USES, ids=lambda kind: kind.__name__)
+async def test_nothing_stays_open(runtime_dir: Path, kind: type[Any]) -> None:
+    folders = [runtime_dir / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    async with used(kind, folders[0]):  # what libraries open once, for the whole process
+        pass
+    gc.collect()
+    before = all_open()
+    async with used(kind, folders[1]) as kept:
+        pass
+    with suppress(AssertionError):  # which would name what was open at first
+        await until(lambda: not all_open() - before, timeout_seconds=LEFT_OPEN_SECONDS)
+    assert not all_open() - before
+    assert kept
+
+
+async def test_a_server_that_was_never_started_frees_its_port() -> None:
+    server = HttpServer(Webhook(), HttpOptions(host="127.0.0.1", port=0))
+    await server.aclose()
+    HttpServer(Webhook(), HttpOptions(host="127.0.0.1", port=server.port))._listener.close()
