@@ -39,6 +39,7 @@ class MissReason(StrEnum):
     NODE_LOST = "node_lost"
     NODE_SUSPECT = "node_suspect"
     UNCACHEABLE = "uncacheable"
+    AUDITED = "audited"
 
 
 ADVICE: Mapping[MissReason, str] = {
@@ -64,6 +65,7 @@ ADVICE: Mapping[MissReason, str] = {
     MissReason.NODE_LOST: "read why the node ended: node.log",
     MissReason.NODE_SUSPECT: "give the node more CPU time, or raise lookup_timeout",
     MissReason.UNCACHEABLE: "for ends of prompts: save_partial_chunks: true",
+    MissReason.AUDITED: "nothing; audit_rate: 0 computes nothing again",
 }
 
 

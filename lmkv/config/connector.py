@@ -8,7 +8,20 @@ from dataclasses import dataclass
 from lmkv.auth.credentials import BearerToken, Credentials
 from lmkv.config import common
 from lmkv.config.common import Gap
-from lmkv.config.kinds import ADDRESSES, FLAG, HOST, MILLISECONDS, PATH, PORT, SECONDS, SOCKET_PATH, TEXT, choice, whole
+from lmkv.config.kinds import (
+    ADDRESSES,
+    FLAG,
+    HOST,
+    MILLISECONDS,
+    PATH,
+    PORT,
+    SECONDS,
+    SHARE,
+    SOCKET_PATH,
+    TEXT,
+    choice,
+    whole,
+)
 from lmkv.config.node import NodeConfig
 from lmkv.config.schema import Alias, Config, key, keys
 from lmkv.errors import ConfigError
@@ -113,6 +126,11 @@ class ConnectorConfig(NodeConfig):
         "Threads that copy between the engine's memory and the pool; 0: automatic.",
     )
     verify_loads: bool = key(FLAG, False, "Whether the checksum of each chunk is verified again when it is loaded.")
+    audit_rate: float = key(
+        SHARE,
+        0.001,
+        "Share of hits of which a chunk is computed again and compared with the cached one; 0: none, 1: every hit.",
+    )
 
     def _unencrypted(self) -> Iterator[Gap]:
         if self.pd_buffer_device == "cuda":

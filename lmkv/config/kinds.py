@@ -127,6 +127,12 @@ def _milliseconds(raw: object) -> float:
     return milliseconds if 0 < (milliseconds := float(raw)) <= MAX_SECONDS * 1000 else _reject()
 
 
+def _share(raw: object) -> float:
+    if not isinstance(raw, int | float | str) or isinstance(raw, bool):
+        raise ValueError
+    return share if 0 <= (share := float(raw)) <= 1 else _reject()
+
+
 def _address(raw: object) -> str:
     text = _text(raw)
     match = re.fullmatch(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]@]+):([0-9]{1,5})", text)
@@ -484,6 +490,13 @@ MILLISECONDS = Kind(
     expects="a number of milliseconds above 0",
     parse=_milliseconds,
     schema={"type": "number", "exclusiveMinimum": 0, "maximum": MAX_SECONDS * 1000},
+)
+SHARE = Kind(
+    metavar="SHARE",
+    expects="a number from 0 to 1",
+    parse=_share,
+    schema={"type": "number", "minimum": 0, "maximum": 1},
+    write=repr,
 )
 SIZE = Kind(
     metavar="SIZE",

@@ -287,6 +287,8 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     """As `MISS_REASON_OTHER_NAMESPACE`, with another cache salt. Answers to clients have
     `MISS_REASON_NEVER_STORED` instead.
     """
+    MISS_REASON_AUDITED: _MissReason.ValueType  # 23
+    """It was found, and computed to compare both (`docs/concepts/audit.md`)."""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
     """Why a part of a prompt was not found, or was found and not loaded. Values are also those of the label `reason`, in lower
@@ -347,6 +349,8 @@ MISS_REASON_OTHER_SALT: MissReason.ValueType  # 22
 """As `MISS_REASON_OTHER_NAMESPACE`, with another cache salt. Answers to clients have
 `MISS_REASON_NEVER_STORED` instead.
 """
+MISS_REASON_AUDITED: MissReason.ValueType  # 23
+"""It was found, and computed to compare both (`docs/concepts/audit.md`)."""
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 @_typing.final

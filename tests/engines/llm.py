@@ -53,6 +53,7 @@ CALM = {
     "coordinator_timeout": "2",
     "load_timeout": "10",
     "refuse_slow_fetches": "false",
+    "audit_rate": "0",
 }
 """Settings of lmkv in every engine of the tests."""
 

@@ -126,13 +126,13 @@ class Worker:
         self._engine.engine_core.engine_core.model_executor.collective_rpc(_release_pages, args=(released,))
 
     def metrics(self) -> dict[str, float]:
-        """Current values by sample name, summed over their labels; also by tier and by reason, where they have one."""
+        """Current values by sample name, summed over their labels; also by tier, reason or outcome."""
         from prometheus_client import REGISTRY
 
         values: dict[str, float] = {}
         for family in REGISTRY.collect():
             for sample in family.samples:
-                labelled = [label for label in ("tier", "reason") if label in sample.labels]
+                labelled = [label for label in ("tier", "reason", "outcome") if label in sample.labels]
                 for name in (sample.name, *(f'{sample.name}{{{one}="{sample.labels[one]}"}}' for one in labelled)):
                     values[name] = values.get(name, 0.0) + sample.value
         return values

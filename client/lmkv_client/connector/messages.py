@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lmkv_client.connector.vllm_api import KVConnectorMetadata, KVConnectorWorkerMetadata
 from lmkv_client.engine.attachment import Attachment
@@ -50,6 +51,42 @@ class StepPlan(KVConnectorMetadata):
     tails: dict[str, list[ChunkCopy]] = field(default_factory=dict)
     """Stores of finished requests, whose pages vLLM keeps until each worker reports that it is done with them: also
     without copies."""
+    audits: dict[int, ExtentChecksum] = field(default_factory=dict)
+    """Extents with chunks that were computed again, to compare with what an extent that is written now has then; the
+    key is the offset of that one."""
+
+
+class LayerError(NamedTuple):
+    """How much the KV of one layer of a chunk differs from that of the same chunk computed again."""
+
+    mean: float
+    """The root mean square of the differences, as a share of that of the values."""
+    most: float
+    """The largest difference, as a share of the value and the root mean square of all values."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Comparison:
+    """The comparison of a held chunk with the same chunk computed again, joined from all ranks."""
+
+    layers: dict[int, LayerError] = field(default_factory=dict)
+    """By the index of the layer in the part."""
+    is_void: bool = False
+    """Whether the held extent did not match its checksum: it was evicted and overwritten meanwhile, or is damaged."""
+
+    def add(self, other: Comparison) -> None:
+        """Adds the comparison of other ranks, which have other heads or other layers."""
+        for layer, error in other.layers.items():
+            known = self.layers.get(layer, error)
+            self.layers[layer] = LayerError(max(error.mean, known.mean), max(error.most, known.most))
+        self.is_void |= other.is_void
+
+    @property
+    def worst(self) -> LayerError:
+        """The largest errors of any layer."""
+        errors = self.layers.values()
+        mean, most = max(error.mean for error in errors), max(error.most for error in errors)
+        return LayerError(mean, most)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,12 +99,17 @@ class StoreResult:
     """Sum of the ranks' parts, modulo 2^64."""
     failed: bool = False
     """Whether some rank has not written its share."""
+    comparison: Comparison | None = None
+    """How it compares with the extent that it was to be compared with."""
 
     def add(self, other: StoreResult) -> None:
         """Adds what other ranks wrote."""
         self.rank_count += other.rank_count
         self.checksum = (self.checksum + other.checksum) & 0xFFFF_FFFF_FFFF_FFFF
         self.failed |= other.failed
+        if other.comparison:
+            self.comparison = self.comparison or Comparison()
+            self.comparison.add(other.comparison)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -32,6 +32,8 @@ COUNTERS = {
     "load_failures": "Loads of less than was found; the rest was computed.",
     "skipped_chunks": "Chunks not stored in all parts: no write credits, no node, failed stores, or null pages.",
     "null_page_requests": "Requests of which no more is stored because vLLM freed pages of them while they ran.",
+    "audited_tokens": "Tokens of hits that were computed, to compare them with what the cache holds.",
+    "audited_chunks": "Chunks that were computed and compared with what the cache holds, by outcome.",
     "handed_tokens": "Tokens whose KV decode engines received from this one by handoffs.",
     "handed_bytes": "Bytes of handoffs that nodes of decode engines read.",
     "handed_seconds": "Seconds that nodes of decode engines took to read handoffs.",
@@ -49,7 +51,11 @@ MISS_TOKENS = "miss_tokens"
 HINTS = "hints"
 """The counter that has the labels `action` and `outcome`."""
 
-LABELS = {TIER_TOKENS: ("tier",), MISS_TOKENS: ("reason",), HINTS: ("action", "outcome")}
+AUDITED_CHUNKS = "audited_chunks"
+"""The counter that has the label `outcome` alone."""
+AUDIT_OUTCOMES = ("equal", "suspect", "wrong", "void")
+
+LABELS = {AUDITED_CHUNKS: ("outcome",), TIER_TOKENS: ("tier",), MISS_TOKENS: ("reason",), HINTS: ("action", "outcome")}
 """Labels of counters besides vLLM's own. Their counts are kept under the name and the values, separated by colons."""
 
 ENCODER_COUNTERS = {
@@ -115,6 +121,7 @@ class PromMetrics(KVConnectorPromMetrics):
                 self._metrics[name] = {index: metric.labels(*values) for index, values in labelvalues.items()}
         always = [f"{TIER_TOKENS}:{tier}" for tier in HIT_TIERS if tier != OWN]
         always += [f"{MISS_TOKENS}:{reason}" for reason in MissReason]
+        always += [f"{AUDITED_CHUNKS}:{outcome}" for outcome in AUDIT_OUTCOMES]
         for name in always:
             self._metric(name, next(iter(labelvalues)))
 

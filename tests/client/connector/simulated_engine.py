@@ -97,7 +97,12 @@ class SimulatedEngine:
         """
         self.caches: tuple[KVCacheSpec, ...] = (sliding(window),) if window else model.caches
         caches = kv_cache_config(replace(model, caches=self.caches), vllm_config, block_count)
-        fixed: dict[str, Any] = {"model_id": "simulated", "kv_format": model.kv_format, "refuse_slow_fetches": False}
+        fixed: dict[str, Any] = {
+            "model_id": "simulated",
+            "kv_format": model.kv_format,
+            "refuse_slow_fetches": False,
+            "audit_rate": 0,
+        }
         settings = ConnectorConfig(**({"chunk_size": CHUNK, "save_partial_chunks": False} | fixed | config))
         plain = replace(
             ENGINE_KV,

@@ -5,6 +5,7 @@ Each of vLLM's KV-cache groups has numbers of its own. A recurrent state is the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,15 @@ from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem, Mu
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from lmkv_client.connector.messages import LoadPlan, LoadResult, StepPlan, StoreResult, WorkerReport
+from lmkv_client.connector.messages import (
+    Comparison,
+    LayerError,
+    LoadPlan,
+    LoadResult,
+    StepPlan,
+    StoreResult,
+    WorkerReport,
+)
 from lmkv_kernels import ChunkCopy
 from tests.client.connector.scripted_chunks import SPOILT, Pool
 from tests.client.connector.scripted_node import ScriptedNode
@@ -191,7 +200,16 @@ class SimulatedWorker:
             content = [page[slot] for page, slot in self.slots(copy)]
             self._pool[copy.offset][self.rank, copy.group] = content
             written = report.stores.setdefault(copy.offset, StoreResult(rank_count=1, checksum=0))
-            written.checksum = (written.checksum + sum(content)) % 2**64
+            if held := plan.audits.get(copy.offset):
+                written.comparison = written.comparison or Comparison()
+                written.comparison.add(self._compare(content, self._pool[held.offset][self.rank, copy.group]))
+            else:
+                written.checksum = (written.checksum + sum(content)) % 2**64
+
+    def _compare(self, fresh: list[int], held: list[int]) -> Comparison:
+        """As the worker side: numbers that differ differ without bound, and what was overwritten says nothing."""
+        error = 0.0 if fresh == held else math.inf
+        return Comparison(layers={0: LayerError(error, error)}, is_void=SPOILT in held)
 
     def result(self) -> KVConnectorOutput:
         """What vLLM collects from the worker after the step."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lmkv.config import ConnectorConfig
 from lmkv.misses import MissReason
+from lmkv_client.connector.scheduler.audits import Audits
 from lmkv_client.connector.scheduler.block_copies import items_of
 from lmkv_client.connector.scheduler.loads import Loads
 from lmkv_client.connector.scheduler.lookups import RequestLookups
@@ -66,7 +67,9 @@ class HitChoice:
         lookups: RequestLookups,
         loads: Loads,
         step_loads: StepLoads,
+        audits: Audits,
     ) -> None:
+        self._audits = audits
         self._config = config
         self._session = session
         self._lookups = lookups
@@ -85,7 +88,8 @@ class HitChoice:
         hit = lookup.hit_tokens(lookup.hit_count(), request.num_tokens, sync=sync)
         if self._config.refuse_slow_fetches and not state.handoff_id:
             hit = self._worthwhile(state, computed_count, here, max(here, hit))
-            here = min(here, hit)
+        hit = self._audits.cut(state, computed_count, hit)
+        here = min(here, hit)
         if hit - here < max(1, self._config.min_fetch_tokens):
             if hit > here:
                 state.account.unused = MissReason.BELOW_MINIMUM

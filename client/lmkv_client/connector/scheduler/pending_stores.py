@@ -10,7 +10,7 @@ from lmkv.keys import ChunkKey
 from lmkv_client.connector.messages import StoreResult, WorkerReport
 from lmkv_client.connector.scheduler.block_copies import BlockIds
 from lmkv_client.connector.scheduler.events import ChunkBlocks
-from lmkv_client.connector.scheduler.request_state import RequestState
+from lmkv_client.connector.scheduler.request_state import HeldPart, RequestState
 from lmkv_client.engine.write_credits import PartCredits, WriteCredits
 
 
@@ -36,6 +36,8 @@ class PendingStore:
     """Its blocks, for KV events when it is committed; empty if it has none."""
     source: WriteCredits
     """The credits from which its extent was taken."""
+    held: HeldPart | None = None
+    """What it is compared with instead of being committed."""
     result: StoreResult = field(default_factory=StoreResult)
     """The ranks' reports so far: copies of several megabytes end in a later step, and not all in the same."""
 
@@ -64,8 +66,8 @@ class PendingStores:
     def handle_report(self, report: WorkerReport) -> tuple[dict[int, PendingStore], list[PendingStore]]:
         """Removes the stores that every rank has reported now.
 
-        Returns those that all ranks have written, by offset, whose credits count as committed; and those that some
-        rank has not written or that were discarded, whose credits are available again.
+        Returns those that all ranks have written, by offset, whose credits count as committed unless they were only
+        compared; and those that some rank has not written or that were discarded, whose credits are available again.
         """
         written, failed = dict[int, PendingStore](), list[PendingStore]()
         for offset, result in report.stores.items():
@@ -80,7 +82,10 @@ class PendingStores:
                 store.source.return_unwritten(offset)
                 failed.append(store)
             else:
-                store.source.commit()
+                if store.held:
+                    store.source.return_unwritten(offset)
+                else:
+                    store.source.commit()
                 written[offset] = store
         return written, failed
 

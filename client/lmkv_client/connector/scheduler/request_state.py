@@ -11,6 +11,7 @@ from lmkv.keys import ChunkKey, KeyChain, Tokens, as_tokens
 from lmkv.spec import KvSpec
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_client.connector.adapters import Adapter, Adapters
+from lmkv_client.connector.messages import ExtentChecksum
 from lmkv_client.connector.multimodal import MediaDigests
 from lmkv_client.connector.scheduler.block_copies import items_of
 from lmkv_client.connector.scheduler.handoff import HandoffParams
@@ -29,6 +30,31 @@ class FetchChoice:
     loaded_count: int
 
 
+@dataclass(kw_only=True, slots=True)
+class Audit:
+    """Tokens of a hit that are computed although they could be loaded."""
+
+    first: int
+    """The first chunk that is computed."""
+    token_count: int
+    suspect: ChunkKey | None = None
+    """The chunk that has differed once, if that is why the hit is audited."""
+    is_over: bool = False
+    """Whether a wrong chunk was found, so that those behind it say nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldPart:
+    """One part of a chunk in the pool that is computed again, and where it came from."""
+
+    extent: ExtentChecksum
+    """It is not held meanwhile: the checksum says whether its bytes are still there."""
+    tier: str
+    """The tier that had it at the lookup."""
+    peer_id: str
+    """The peer of the lookup, if one had chunks."""
+
+
 @dataclass(kw_only=True, eq=False, slots=True)
 class RequestLookup(Lookup):
     """The lookup of a request, and what the engine makes of its hit."""
@@ -40,6 +66,10 @@ class RequestLookup(Lookup):
     """Whether its load is part of the step that computes the rest of the prompt."""
     choice: FetchChoice | None = None
     """The part of the hit that is worth loading; None before it was chosen."""
+    audit: Audit | None = None
+    """How the hit is audited, if it is, until the engine computes the rest."""
+    audit_is_chosen: bool = False
+    """Whether the choice has been made that `audit` has."""
 
     def hit_count(self, *, pool_only: bool = False) -> int:
         """Chunks of the hit that can be loaded, or only of what is in the node's pool."""
@@ -106,6 +136,10 @@ class StoreProgress:
     lacking_count: int = 0
     """Decoded chunks that wait for write credits."""
     written: StoredTokens = field(default_factory=StoredTokens)
+    audit: Audit | None = None
+    """The audit of the request's hit, once the engine computes it."""
+    held: dict[tuple[int, int], HeldPart] = field(default_factory=dict)
+    """Chunks that are not to be stored but compared with those that the pool has, by part and index."""
 
 
 class RequestState:

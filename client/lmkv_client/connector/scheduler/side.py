@@ -18,6 +18,7 @@ from lmkv_client.connector.adapters import Adapters
 from lmkv_client.connector.engine_kv import EngineKv
 from lmkv_client.connector.messages import StepPlan, WorkerReport
 from lmkv_client.connector.multimodal import UnknownMedia
+from lmkv_client.connector.scheduler.audits import Audits
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap
 from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.handoff import PARAMS, HandoffParams, is_addressed, wants_explanation
@@ -91,7 +92,8 @@ class SchedulerSide:
         self._loads = Loads(config, session, blocks, clock, rank_count=options.rank_count)
         self._builder = RequestBuilder(config, session, self.adapters)
         self._events = BlockEvents(spec=spec, groups=kv.groups, hash_block_size=kv.hash_block_size)
-        self._stores = Stores(config, session, blocks, self._events, skipped, options)
+        self._audits = Audits(config, session, may_store=options.may_store)
+        self._stores = Stores(config, session, blocks, self._events, skipped, self._audits, options)
         self._last_account: tuple[str, PromptAccount] | None = None
         """The account of the request that has ended last, for `identity`."""
         self._postponed: RequestState | None = None
@@ -99,7 +101,7 @@ class SchedulerSide:
         self._handoffs = RequestHandoffs(config, session, self._stores)
         self._hints = RequestHints(config, session, self._stores, clock)
         self._weights = WeightVersions(spec.weight_version)
-        self._hit_choice = HitChoice(config, session, self._lookups, self._loads, self._step_loads)
+        self._hit_choice = HitChoice(config, session, self._lookups, self._loads, self._step_loads, self._audits)
         self._reset_count = 0
         """Resets that nodes have confirmed."""
 
@@ -192,6 +194,7 @@ class SchedulerSide:
             self._session.queue.expect(request.request_id, 0)
             return
         self._session.queue.expect(request.request_id, state.token_count - state.computed_count - extra_count)
+        self._audits.begin(state)
         if extra_count > 0:
             self._hit_choice.begin(state)
             self._loads.begin(state, extra_count, blocks.get_block_ids())
@@ -211,6 +214,7 @@ class SchedulerSide:
             self._weights.computed()
         if token_count := output.total_num_scheduled_tokens:
             self._session.prefill.planned(token_count, self._clock())
+            self._audits.computed(token_count)
         if self._session.queue:
             self._session.queue.planned(output.num_scheduled_tokens)
         self._note_session_media(output)
@@ -223,6 +227,7 @@ class SchedulerSide:
             plan.stores = self._stores.plan(output, self._states)
         if self._stores.has_ended:
             plan.tails = self._plan_tails(is_idle=not output.num_scheduled_tokens)
+        plan.audits = self._stores.take_audits()
         return plan
 
     def _note_session_media(self, output: SchedulerOutput) -> None:

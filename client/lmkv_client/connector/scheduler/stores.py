@@ -16,7 +16,8 @@ from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
 from lmkv_client.connector.adapters import Adapters
-from lmkv_client.connector.messages import WorkerReport
+from lmkv_client.connector.messages import ExtentChecksum, WorkerReport
+from lmkv_client.connector.scheduler.audits import Audits
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, PartExtent, has_null_page
 from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.pending_stores import EndedRequest, EndedRequests, PendingStore, PendingStores
@@ -70,9 +71,10 @@ class Stores:
         blocks: BlockMap,
         events: BlockEvents,
         skipped: LossMemory,
+        audits: Audits,
         options: SchedulerOptions,
     ) -> None:
-        """`skipped` is to have the chunks that were computed and not stored."""
+        """`skipped` is to have the chunks that were computed and not stored; `audits` judge those that are held."""
         spec = blocks.spec
         self._with_tails = config.stores_partial_chunks and spec.ends_anywhere
         self._pages_stay = has_tails(config, spec)
@@ -82,6 +84,7 @@ class Stores:
         self._blocks = blocks
         self._events = events
         self._skipped = skipped
+        self._audits = audits
         self._step_chunks = -(-options.step_tokens // spec.chunk_size)
         self._kept_parts = [index for index, part in enumerate(spec.parts) if part.rule == PART_RULE_ALL]
         self._states = [index for index, part in enumerate(spec.parts) if part.rule == PART_RULE_END]
@@ -94,6 +97,7 @@ class Stores:
         self._ended = EndedRequests(options.clock)
         self._asked: list[int] = []
         """Lengths of partial chunks for which to request credits."""
+        self._planned_audits: dict[int, ExtentChecksum] = {}
 
     def __len__(self) -> int:
         """Chunks that workers write, and finished requests whose last tokens they are still to write."""
@@ -352,8 +356,16 @@ class Stores:
             token_count=token_count,
             blocks=self._events.of_chunk(state.request_id, part, index) if is_full else (),
             source=source,
+            held=state.store.held.pop((part, index), None) if is_full else None,
         )
         self._pending.add(offset, store)
+        if store.held:
+            self._planned_audits[offset] = store.held.extent
+
+    def take_audits(self) -> dict[int, ExtentChecksum]:
+        """The extents to compare with what the plans since the last call write, by the offset of the latter."""
+        planned, self._planned_audits = self._planned_audits, {}
+        return planned
 
     def _refuse_null_page(self, state: RequestState) -> None:
         """Stores nothing more of this request: chunks behind a missing chunk cannot be found."""
@@ -370,7 +382,10 @@ class Stores:
         Whether there was one to commit.
         """
         written, failed = self._pending.handle_report(report)
-        self._undo(failed)
+        self._undo([store for store in failed if not store.held])
+        audited = {offset: written.pop(offset) for offset, store in list(written.items()) if store.held}
+        for store in sorted(audited.values(), key=lambda store: store.index):
+            self._audits.judge(store)
         if not written:
             return False
         self._session.commit([self._commit(offset, store) for offset, store in written.items()])
@@ -395,8 +410,10 @@ class Stores:
     def finished(self, state: RequestState) -> None:
         """Counts chunks of a finished request that were not stored, and logs what was."""
         skipped = state.store.skipped_chunks
+        audited = {index for _, index in state.store.held}
         if state.store.lacked_credit or state.store.failure_count:
             skipped |= set(range(state.store.stored_count, state.full_count)) if state.store.may_store else set()
+        skipped -= audited
         if state.store.failure_count >= MAX_FAILURES and state.store.may_store:
             state.store.tail_is_lost |= not state.store.partial_is_stored
         self._session.counters.add("skipped_chunks", len(skipped) + state.store.tail_is_lost)
@@ -405,6 +422,7 @@ class Stores:
             keys.append(state.partial_key)
         for key in keys:
             self._skipped.add(key, OWN, MissReason.SKIPPED, time.time())
+        self._audits.finished(state)
         state.store.written.is_all_planned = True
         self._log_if_complete(state)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lmkv_client.connector.messages import LoadPlan
+from lmkv_client.connector.messages import ExtentChecksum, LoadPlan
 from lmkv_client.connector.vllm_api import init_logger
 from lmkv_kernels import ChunkCopy, Pages, copied_bytes
 
@@ -198,6 +198,8 @@ class RunningStore:
     started_at: float
     finished_ids: Sequence[str] = ()
     """Finished requests whose pages are read."""
+    audits: Mapping[int, ExtentChecksum] = field(default_factory=dict)
+    """Extents to compare with what is written, as in `StepPlan`."""
 
 
 def by_group(copies: Sequence[ChunkCopy], group_count: int) -> dict[int, list[int]]:

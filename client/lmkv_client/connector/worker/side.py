@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from lmkv.spec import KvSpec
 from lmkv_client.connector.engine_kv import LayerGroup
 from lmkv_client.connector.identity import HeadShare
 from lmkv_client.connector.messages import (
+    Comparison,
     ExtentChecksum,
     LoadPlan,
     LoadResult,
@@ -27,6 +28,7 @@ from lmkv_client.connector.messages import (
     WorkerReport,
 )
 from lmkv_client.connector.vllm_api import init_logger
+from lmkv_client.connector.worker.comparison import compare
 from lmkv_client.connector.worker.page_copier import HostPageCopier, PageCopier, make_pages
 from lmkv_client.connector.worker.running_copies import (
     COPY_ERRORS,
@@ -108,6 +110,8 @@ class WorkerSide:
         self._checker = ThreadPoolExecutor(1, "lmkv-check", initializer=use_processors)
         self._running: dict[str, RunningLoad] = {}
         self._storing: list[RunningStore] = []
+        self._comparing: dict[int, Future[Comparison]] = {}
+        """Comparisons with held extents, by the offset of the other extent."""
         self._finished: set[str] = set()
         self._stored_requests: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -196,7 +200,7 @@ class WorkerSide:
             if running is None:
                 self._stored_requests.update(plan.tails)
             else:
-                self._storing.append(replace(running, finished_ids=list(plan.tails)))
+                self._storing.append(replace(running, finished_ids=list(plan.tails), audits=plan.audits))
 
     def _store(self, stores: Sequence[ChunkCopy]) -> RunningStore | None:
         """Begins to copy into the pool; None if nothing is copied."""
@@ -310,6 +314,16 @@ class WorkerSide:
     def _end_stores(self) -> None:
         if self._storing:
             self._storing = [storing for storing in self._storing if not self._stored(storing)]
+        if ended := [offset for offset, comparing in self._comparing.items() if comparing.done()]:
+            self._reporting().stores.update({offset: self._compared(offset) for offset in ended})
+
+    def _compared(self, offset: int) -> StoreResult:
+        """The result of a comparison that has ended; void if it has failed."""
+        try:
+            return StoreResult(rank_count=1, comparison=self._comparing.pop(offset).result())
+        except COPY_ERRORS as error:
+            logger.error("cannot compare: %s", error)
+            return StoreResult(rank_count=1, comparison=Comparison(is_void=True))
 
     def _stored(self, storing: RunningStore) -> bool:
         """Adds a store to the report if it has ended; whether it has."""
@@ -332,7 +346,23 @@ class WorkerSide:
         for copy, part in zip(storing.copies, storing.copying.checksums, strict=True):
             sums[copy.offset] = sums.get(copy.offset, 0) + part  # an extent has the layers of several groups
         for offset, total in sums.items():
-            report.stores[offset] = StoreResult(rank_count=1, checksum=total & 0xFFFF_FFFF_FFFF_FFFF)
+            if held := storing.audits.get(offset):
+                copies = [copy for copy in storing.copies if copy.offset == offset]
+                self._comparing[offset] = self._checker.submit(self._compare, copies, held)
+            else:
+                report.stores[offset] = StoreResult(rank_count=1, checksum=total & 0xFFFF_FFFF_FFFF_FFFF)
+
+    def _compare(self, copies: Sequence[ChunkCopy], held: ExtentChecksum) -> Comparison:
+        """Compares what was written with a held extent, which counts only if it has not changed meanwhile."""
+        comparison = Comparison(is_void=self._pool is None)
+        if self._pool:
+            memory = self._pool.pool.buffer
+            for copy in copies:
+                group = self._groups[copy.group]
+                dtype = self._spec.parts[group.part].kv_dtype
+                comparison.add(compare(self._pages[copy.group], dtype, memory, copy, held.offset))
+            comparison.is_void = checksum(memory, held.offset, held.size_bytes) != held.checksum
+        return comparison
 
     def _skip(self, copies: Sequence[ChunkCopy]) -> None:
         self._reporting().stores.update({copy.offset: StoreResult(rank_count=1, failed=True) for copy in copies})
@@ -377,6 +407,7 @@ class WorkerSide:
 
     def _drop_stores(self) -> None:
         """Stores to a pool that has been unmapped count as ended; no node learns of them."""
+        self._comparing.clear()
         for storing in self._storing:
             self._stored_requests.update(storing.finished_ids)
         self._storing.clear()
@@ -432,6 +463,7 @@ class WorkerSide:
         """Ends the device buffer and unmaps the pool once nothing is being copied."""
         for running in self._running.values():
             running.wait()
+        wait(self._comparing.values())
         agent, self._buffer_agent = self._buffer_agent, None
         if agent:
             agent.close()

@@ -1,0 +1,227 @@
+"""Audits: chunks that the cache holds are computed again as part of a request, and both are compared.
+
+hit  ├─ loaded ─────────────┤─ computed, though held ─┤─ not held ─┤
+                             └─ compared with the held chunks, in the place of a store
+
+An audited hit is offered to vLLM without its last chunk, or sometimes without more, so that early chunks are audited,
+too. A hit that is of use only as a whole is not loaded at all. A chunk that differs by more than rounding is suspect:
+so may be those before it, which were loaded. The next hit with it is not loaded at all, and the first of its chunks
+that differs is wrong.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from statistics import median
+
+from lmkv.config import ConnectorConfig
+from lmkv.keys import ChunkKey
+from lmkv.misses import MissReason
+from lmkv_client.connector.messages import LayerError
+from lmkv_client.connector.scheduler.block_copies import items_of
+from lmkv_client.connector.scheduler.loads import check
+from lmkv_client.connector.scheduler.pending_stores import PendingStore
+from lmkv_client.connector.scheduler.request_state import Audit, HeldPart, RequestLookup, RequestState
+from lmkv_client.connector.vllm_api import init_logger
+from lmkv_client.engine.session import Session
+
+logger = init_logger("vllm.lmkv")
+
+DEEP_SHARE = 1 / 16
+"""Share of audits that begin at any chunk of the hit, not at the last one."""
+BUDGET_SHARE = 0.01
+"""Tokens that audits may compute, as a share of all that the engine computes. A rate of 1 has no such limit."""
+MAX_BUDGET_CHUNKS = 64
+"""Most chunks for which an engine without audits saves budget."""
+MAX_SUSPECTS = 1024
+MIN_HONEST = 16
+"""Chunks that must have been compared before the tolerance follows from them."""
+MAX_HONEST = 256
+"""Chunks of which the errors are kept."""
+MARGIN = 8.0
+"""Ratio of the tolerance to the median of honest errors."""
+TOLERANCES: Mapping[str, tuple[LayerError, LayerError]] = {
+    "float32": (LayerError(1e-5, 1e-4), LayerError(1e-3, 1e-2)),
+    "float16": (LayerError(5e-3, 0.05), LayerError(0.1, 0.5)),
+    "bfloat16": (LayerError(0.02, 0.2), LayerError(0.2, 0.5)),
+    "fp8_e4m3": (LayerError(0.05, 0.5), LayerError(0.3, 1.0)),
+    "fp8_e5m2": (LayerError(0.1, 0.8), LayerError(0.4, 1.5)),
+}
+"""The least and the greatest tolerance by KV dtype; the greatest one holds at first. Wrong KV has errors of 0.5 and
+more, rounding in the last layers of a model errors of some hundredths in bfloat16."""
+
+
+class Tolerance:
+    """The largest errors that are taken for rounding: a multiple of the median of those that were seen."""
+
+    def __init__(self, dtype: str) -> None:
+        self._least, self._most = TOLERANCES[dtype]
+        self._honest: deque[LayerError] = deque(maxlen=MAX_HONEST)
+
+    @property
+    def limit(self) -> LayerError:
+        """The errors that are still tolerated."""
+        if len(self._honest) < MIN_HONEST:
+            return self._most
+        seen = (MARGIN * median(errors) for errors in zip(*self._honest, strict=True))
+        bounds = zip(seen, self._least, self._most, strict=True)
+        return LayerError(*(min(max(one, low), high) for one, low, high in bounds))
+
+    def covers(self, error: LayerError) -> bool:
+        """Whether errors are those of rounding; if so, later ones are judged by them, too."""
+        limit = self.limit
+        if error.mean > limit.mean or error.most > limit.most:
+            return False
+        self._honest.append(error)
+        return True
+
+
+@dataclass(kw_only=True, slots=True)
+class Suspicion:
+    """A chunk that differed once."""
+
+    error: LayerError
+    request_id: str = ""
+    """The request that computes it again, if one does."""
+
+
+class Audits:
+    """The audits of one engine."""
+
+    def __init__(self, config: ConnectorConfig, session: Session[RequestLookup], *, may_store: bool) -> None:
+        """Without `may_store` nothing is audited: comparisons take the place of stores."""
+        spec = session.spec
+        self._rate = config.audit_rate if may_store else 0.0
+        self._session = session
+        self._size = spec.chunk_size
+        self._is_whole = items_of(spec).all_or_none
+        """Whether hits are loaded as a whole or not at all."""
+        self._tolerances = {
+            index: Tolerance(part.kv_dtype) for index, part in enumerate(spec.parts) if part.kv_dtype in TOLERANCES
+        }
+        """By part; other parts are not audited."""
+        self._suspects: OrderedDict[ChunkKey, Suspicion] = OrderedDict()
+        self._hit_count = 0
+        self._budget = 0.0
+        """Tokens that audits may compute now."""
+
+    def computed(self, token_count: int) -> None:
+        """A step computes this number of tokens."""
+        self._budget = min(MAX_BUDGET_CHUNKS * self._size, self._budget + BUDGET_SHARE * token_count)
+
+    def cut(self, state: RequestState, computed_count: int, hit: int) -> int:
+        """The end of what is loaded of a hit that would be loaded to token `hit`; earlier if the hit is audited.
+
+        Chosen once for each lookup. vLLM has the first `computed_count` tokens.
+        """
+        lookup = state.lookup
+        if not lookup.audit_is_chosen:
+            lookup.audit_is_chosen = True
+            lookup.audit = self._choose(state, computed_count, hit)
+        if lookup.audit and lookup.audit.first * self._size < computed_count:  # vLLM has got more tokens meanwhile
+            lookup.audit = None
+        if lookup.audit is None:
+            return hit
+        return computed_count if self._is_whole else lookup.audit.first * self._size
+
+    def begin(self, state: RequestState) -> None:
+        """The engine computes the rest of a request: if its hit is audited, held chunks among it are compared."""
+        audit, state.lookup.audit = state.lookup.audit, None
+        if audit is None or not (held := self._held(state.lookup, audit)):
+            return
+        store = state.store
+        store.audit, store.held = audit, held
+        store.stored_count = min(store.stored_count, audit.first)
+        store.passed_count = min(store.passed_count, audit.first)
+        state.account.unused = MissReason.AUDITED
+        self._budget -= audit.token_count
+        self._session.counters.add("audited_tokens", audit.token_count)
+        if audit.suspect and (suspicion := self._suspects.get(audit.suspect)):
+            suspicion.request_id = state.request_id
+
+    def judge(self, store: PendingStore) -> None:
+        """Judges a chunk that all ranks have compared."""
+        audit, comparison = store.state.store.audit, store.result.comparison
+        if audit is None or comparison is None or comparison.is_void or not comparison.layers:
+            self._count("void")
+            return
+        error = comparison.worst
+        if self._tolerances[store.part].covers(error):
+            self._suspects.pop(store.key, None)
+            self._count("equal")
+        elif not audit.suspect:
+            self._suspect(store, error)
+        elif not audit.is_over:
+            audit.is_over = True  # chunks behind a wrong one may be wrong, too
+            self._wrong(store)
+
+    def finished(self, state: RequestState) -> None:
+        """A request has ended: another one may compute what it has not."""
+        audit = state.store.audit
+        if audit and audit.suspect and (suspicion := self._suspects.get(audit.suspect)):
+            suspicion.request_id = ""
+
+    def _choose(self, state: RequestState, computed_count: int, hit: int) -> Audit | None:
+        is_handoff = state.handoff_id or state.is_handed_off
+        if not self._rate or is_handoff or not state.store.may_store or self._session.attachment is None:
+            return None
+        first, stop = -(-computed_count // self._size), hit // self._size
+        if first >= stop:
+            return None
+        keys = state.lookup.hit_keys[:stop]
+        if suspect := self._suspect_in(keys[first:]):
+            return Audit(first=first, token_count=hit - first * self._size, suspect=suspect)
+        self._hit_count += 1
+        drawn = sha256(keys[-1] + self._hit_count.to_bytes(8, "little")).digest()
+        sampled, deep, place = (int.from_bytes(drawn[at : at + 8], "little") / 2**64 for at in (0, 8, 16))
+        in_pool = not state.lookup.absent_count or (not self._is_whole and len(state.lookup.chunks) >= stop)
+        if sampled >= self._rate or not in_pool:
+            return None
+        if not self._is_whole:
+            first = first + int(place * (stop - first)) if deep < DEEP_SHARE else stop - 1
+        token_count = hit - first * self._size
+        is_affordable = self._rate == 1 or token_count <= self._budget
+        return Audit(first=first, token_count=token_count) if is_affordable else None
+
+    def _suspect_in(self, keys: Sequence[ChunkKey]) -> ChunkKey | None:
+        """A suspect among these keys that no request computes now."""
+        if not self._suspects:
+            return None
+        return next((key for key in keys if (known := self._suspects.get(key)) and not known.request_id), None)
+
+    def _held(self, lookup: RequestLookup, audit: Audit) -> dict[tuple[int, int], HeldPart]:
+        """The chunks in the pool that are computed again and can be compared, by part and index."""
+        size, spec = self._size, self._session.spec
+        end = lookup.tokens_in(lookup.hit_count())
+        full_count = end // size
+        held = {}
+        for item, chunk in zip(spec.items(full_count, end % size), lookup.chunks, strict=False):
+            if audit.first <= item.chunk < full_count and item.part in self._tolerances:
+                tier = lookup.sources.tier_at(item.chunk * size, size)
+                held[item.part, item.chunk] = HeldPart(extent=check(chunk), tier=tier, peer_id=lookup.peer_id)
+        return held
+
+    def _suspect(self, store: PendingStore, error: LayerError) -> None:
+        self._suspects[store.key] = Suspicion(error=error)
+        while len(self._suspects) > MAX_SUSPECTS:
+            self._suspects.popitem(last=False)
+        self._count("suspect")
+        logger.warning(
+            "[%s] chunk %s differs from what was computed, by %.2g on average and %.2g at most; the next hit with it "
+            "is computed",
+            store.state.request_id,
+            store.key.hex(),
+            error.mean,
+            error.most,
+        )
+
+    def _wrong(self, store: PendingStore) -> None:
+        """Acts on a chunk that has differed twice."""
+        self._suspects.pop(store.key, None)
+        self._count("wrong")
+
+    def _count(self, outcome: str) -> None:
+        self._session.counters.add("audited_chunks", label=outcome)

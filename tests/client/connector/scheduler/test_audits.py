@@ -1,0 +1,165 @@
+"""The scheduler side: hits of which chunks are computed again, and compared with what the cache holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmkv_client.connector.messages import LayerError
+from lmkv_client.connector.scheduler.audits import MIN_HONEST, TOLERANCES, Tolerance
+from lmkv_client.connector.stats import AUDIT_OUTCOMES, AUDITED_CHUNKS
+from tests.client.connector.scheduler.serving import COLD, HIT, MakeEngine, filled, forget_pages, until
+from tests.client.connector.simulated_engine import SimulatedEngine
+from tests.client.connector.simulated_models import CHUNK, MODELS, SimulatedModel
+
+PROMPT = list(range(5, 205))
+"""Three chunks and 8 tokens, of whose hits the first audit is of the last chunk."""
+FULL_COUNT = len(PROMPT) // CHUNK
+
+
+def outcomes(engine: SimulatedEngine) -> dict[str, int]:
+    """Compared chunks by outcome, without outcomes of which there are none."""
+    counts = {outcome: int(engine.count(f"{AUDITED_CHUNKS}:{outcome}")) for outcome in AUDIT_OUTCOMES}
+    return {outcome: count for outcome, count in counts.items() if count}
+
+
+def falsify(engine: SimulatedEngine, index: int) -> None:
+    """The pool's chunk of the prompt has other bytes than its key says."""
+    content = list(engine.node.chunks.values())[index].content
+    for rows in content.values():
+        rows[5] += 1
+
+
+def serve_again(engine: SimulatedEngine, request_id: str) -> int:
+    """Answers the prompt when vLLM has no pages of it; how many tokens were computed."""
+    forget_pages(engine)
+    computed = engine.serve(request_id, PROMPT, output=4)
+    engine.settle()
+    return computed
+
+
+# ---- sampling
+
+
+def test_the_last_chunk_of_an_audited_hit_is_computed_and_compared(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(audit_rate=1, rank_count=2), PROMPT)
+    commits = list(engine.node.commits)
+    assert serve_again(engine, "a") == HIT + CHUNK + 2
+    assert outcomes(engine) == {"equal": 1}
+    assert engine.count("audited_tokens") == CHUNK
+    assert engine.count("miss_tokens:audited") == CHUNK
+    assert engine.node.commits == commits, "what is held is not stored again"
+    assert engine.count("skipped_chunks") == 0
+    engine.check_nothing_is_left()
+
+
+def test_without_a_rate_nothing_is_audited(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(audit_rate=0), PROMPT)
+    assert serve_again(engine, "a") == HIT + 2
+    assert outcomes(engine) == {}
+
+
+def test_some_audits_begin_earlier_so_that_every_chunk_is_audited(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(audit_rate=1), PROMPT)
+    computed = {serve_again(engine, str(number)) for number in range(60)}
+    assert computed == {HIT + 2 + count * CHUNK for count in (1, 2, 3)}
+    assert set(outcomes(engine)) == {"equal"}
+    engine.check_nothing_is_left()
+
+
+def test_audits_compute_less_than_a_hundredth_of_all_tokens(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(audit_rate=0.999), PROMPT)
+    for number in range(40):
+        engine.serve(f"other {number}", [number, *range(400)])
+        serve_again(engine, str(number))
+    computed = sum(engine.scheduled_tokens.values())
+    assert 0 < engine.count("audited_tokens") <= computed / 100
+    engine.check_nothing_is_left()
+
+
+def test_a_request_of_one_token_is_audited_when_it_has_ended(make_engine: MakeEngine) -> None:
+    """Its pages stay until the credits for the comparison have come."""
+    engine = filled(make_engine(audit_rate=1, save_partial_chunks=True), PROMPT)
+    forget_pages(engine)
+    engine.serve("a", PROMPT, output=1)
+    engine.settle()
+    assert outcomes(engine) == {"equal": 1}
+    engine.check_nothing_is_left()
+
+
+def test_chunks_that_only_a_peer_has_are_audited_once_they_are_in_the_pool(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(audit_rate=1), PROMPT)
+    engine.node.move_to_peer()
+    assert serve_again(engine, "a") == HIT + 2
+    assert serve_again(engine, "b") == HIT + CHUNK + 2
+    assert outcomes(engine) == {"equal": 1}
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_hits_of_several_parts_are_computed_as_a_whole(make_engine: MakeEngine, model: SimulatedModel) -> None:
+    engine = make_engine(audit_rate=1, model=model, block_count=256)
+    filled(engine, PROMPT)
+    assert serve_again(engine, "a") == COLD + 2
+    can_be_compared = any(part.kv_dtype in TOLERANCES for part in engine.kv.spec.parts)
+    assert set(outcomes(engine)) == ({"equal"} if can_be_compared else set())
+    engine.check_nothing_is_left()
+
+
+# ---- judging
+
+
+def test_a_wrong_chunk_is_suspect_first_and_wrong_when_it_differs_again(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(audit_rate=1, rank_count=2), PROMPT)
+    falsify(engine, FULL_COUNT - 1)
+    serve_again(engine, "a")
+    assert outcomes(engine) == {"suspect": 1}
+    assert serve_again(engine, "b") == COLD + 2, "the second audit loads nothing"
+    assert outcomes(engine) == {"suspect": 1, "equal": 2, "wrong": 1}
+    engine.check_nothing_is_left()
+
+
+def test_a_suspicion_that_is_not_confirmed_ends(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(audit_rate=1), PROMPT)
+    falsify(engine, FULL_COUNT - 1)
+    serve_again(engine, "a")
+    for rows in list(engine.node.chunks.values())[FULL_COUNT - 1].content.values():
+        rows[5] -= 1
+    serve_again(engine, "b")
+    assert outcomes(engine) == {"suspect": 1, "equal": 3}
+    assert serve_again(engine, "c") < COLD
+    engine.check_nothing_is_left()
+
+
+def test_an_aborted_second_audit_is_made_by_the_next_request(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(audit_rate=1, step_tokens=CHUNK), PROMPT)
+    falsify(engine, FULL_COUNT - 1)
+    serve_again(engine, "a")
+    forget_pages(engine)
+    engine.add("b", PROMPT, output=4)
+    until(engine, lambda: engine.scheduled_tokens.get("b", 0) > 0)
+    engine.abort("b")
+    assert serve_again(engine, "c") == COLD + 2
+    assert outcomes(engine)["wrong"] == 1
+    engine.check_nothing_is_left()
+
+
+def test_a_chunk_that_was_overwritten_meanwhile_says_nothing(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(audit_rate=1, step_tokens=8), PROMPT)
+    forget_pages(engine)
+    engine.add("a", PROMPT, output=4)
+    until(engine, lambda: engine.scheduled_tokens.get("a", 0) > 0)
+    engine.node.evict()
+    engine.run("a")
+    engine.settle()
+    assert outcomes(engine) == {"void": 1}
+    engine.check_nothing_is_left()
+
+
+def test_the_tolerance_follows_from_honest_errors() -> None:
+    tolerance = Tolerance("bfloat16")
+    assert tolerance.covers(LayerError(0.15, 0.4))
+    for _ in range(MIN_HONEST):
+        assert tolerance.covers(LayerError(0.003, 0.03))
+    assert not tolerance.covers(LayerError(0.15, 0.1))
+    assert not tolerance.covers(LayerError(0.003, 0.4))
+    assert tolerance.covers(LayerError(0.02, 0.2))
