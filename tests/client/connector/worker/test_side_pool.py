@@ -157,8 +157,11 @@ def test_without_steps_the_worker_lets_go_of_the_pool_of_a_node_that_has_exited(
     worker = make_worker(source)
     stored(worker, old, {0: [3, 17]})
     assert maps(old)
+    step(worker, plan_of(old, tails={"tail": [chunk_copy(1, [4, 7])]}))
     old.exit()
     wait_until(lambda: not maps(old))
+    assert worker.take_stored_requests() == {"tail"}, "its pages are not read any more"
+    assert worker.take_report() is None, "no node learns of it"
     step(worker, plan_of(old, loads=[load_of([chunk_copy(0, [9, 1])], sync=True)]))
     assert worker.take_failed_blocks() == {9, 1}, "there is no pool to load from"
     assert is_stored(worker, new, {0: [5, 6]}), "the next node's pool is used"

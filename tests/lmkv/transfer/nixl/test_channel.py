@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,6 +65,35 @@ async def frozen_owner() -> None:
 
 def test_memory_is_quarantined_until_a_frozen_peer_is_proven_to_have_stopped() -> None:
     in_new_process(frozen_owner, UCX_TLS="tcp")
+
+
+async def failing_reads() -> None:
+    memory = Memory()
+    channel: Any = await memory.open("nixl", "reader:1")
+    with tempfile.TemporaryDirectory() as folder, Owner("nixl", "owner:1", Path(folder)) as owner:
+        await channel.add_peer(owner.name, owner.metadata)
+        agent, errors = channel._thread._agent, channel._thread._errors
+        release, released = agent.release_xfer_handle, []
+
+        def count(handle: Any) -> None:
+            released.append(handle)
+            release(handle)
+
+        def fail(_: Any) -> str:
+            raise errors[0]("as the test demands")
+
+        agent.release_xfer_handle, agent.check_xfer_state = count, fail
+        agent.transfer = lambda _handle: "PROC"
+        stops = Stops()
+        with pytest.raises(Unreachable, match="as the test demands"):
+            await channel.read(owner.name, whole(owner, memory, 8 * MIB), 60.0, stops, GRANT_ID)
+        await eventually(stops.happened)
+        assert len(released) == 1
+        await channel.aclose()
+
+
+def test_a_read_that_fails_releases_what_nixl_keeps_for_it() -> None:
+    in_new_process(failing_reads, UCX_TLS="tcp")
 
 
 async def test_a_backend_that_is_not_there_is_refused_by_key() -> None:

@@ -59,6 +59,19 @@ async def test_operations_are_listed_newest_first_in_pages(cache: Any, operation
     assert listed == begun[::-1]
 
 
+async def test_an_operation_that_is_larger_than_a_page_is_a_page_of_its_own(
+    cache: Any, operations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = [await clear(cache) for _ in range(3)]
+    monkeypatch.setattr(rpc, "MAX_MESSAGE_BYTES", 2)
+    listed, token = [], ""
+    for _ in begun:
+        page = await operations.ListOperations(pb.ListOperationsRequest(page_token=token), timeout=WAIT_SECONDS)
+        listed += [operation.name for operation in page.operations]
+        token = page.next_page_token
+    assert (listed, token) == (begun[::-1], "")
+
+
 async def test_a_filter_separates_running_from_ended_operations(make: Make, cache: Any, operations: Any) -> None:
     over = await clear(cache)
     await operations.WaitOperation(pb.WaitOperationRequest(name=over), timeout=WAIT_SECONDS)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import grpc
 import pytest
@@ -247,6 +247,41 @@ async def test_a_stream_without_lookups_ends_and_the_next_lookup_opens_another()
         assert lookups.stream_count == 2
         assert not coordinator.silence
         await coordinator.aclose()
+
+
+class _Late(asyncio.Event):
+    """Lookups that come when the wait for them has just been given up."""
+
+    def __init__(self, lookup: Callable[[], object]) -> None:
+        super().__init__()
+        self._lookup = lookup
+
+    async def wait(self) -> Literal[True]:
+        try:
+            return await super().wait()
+        except asyncio.CancelledError:
+            self._lookup()
+            raise
+
+
+async def test_a_lookup_that_comes_at_the_moment_of_the_idle_timeout_is_answered() -> None:
+    lookups: list[asyncio.Future[pb.LookupResponse]] = []
+    async with serving() as (_, connection):
+        stub = pb_grpc.LookupServiceStub(connection.channel)
+        call = NodeLookupCall(stub, pb.LookupStreamRequest, connection.address, idle_seconds=0.01)
+
+        def lookup() -> None:
+            if not lookups:
+                answer: asyncio.Future[pb.LookupResponse] = asyncio.get_running_loop().create_future()
+                call._requests.append((pb.LookupRequest(chunk_keys=KEY), answer))
+                lookups.append(answer)
+                call._has_requests.set()
+
+        call._has_requests = _Late(lookup)
+        await until(lambda: lookups)
+        async with asyncio.timeout(WAIT_SECONDS):
+            assert (await lookups[0]).key_index == 1
+        await call.aclose()
 
 
 async def test_lookups_that_wait_end_with_the_stream() -> None:

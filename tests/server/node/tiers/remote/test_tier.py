@@ -15,6 +15,7 @@ from lmkv_server.node.tiers.base import Needs
 from lmkv_server.node.tiers.remote.s3 import S3Store
 from lmkv_server.node.tiers.remote.store import HEADER_BYTES, ROOT
 from lmkv_server.node.tiers.remote.tier import RemoteTier
+from lmkv_server.node.tiers.remote.valkey import ValkeyStore
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
 from tests.server.node.remote_parts import AWS, CHUNK_BYTES, SPEC, S3Server, Silent, host_with, name_of, names_of
@@ -280,6 +281,19 @@ async def test_a_store_that_is_killed_while_it_is_read_is_a_miss(redis: RedisSer
         assert await host.read(*range(16)) == []
         assert not host.remote.usable
         assert host.remote.stats().damaged_chunks <= 1, "what cannot be reached is not damaged"
+
+
+def test_a_connection_that_is_in_use_when_the_store_is_closed_is_closed_with_its_call(redis: RedisServer) -> None:
+    store = redis.store()
+    assert isinstance(store, ValkeyStore)
+    store.open()
+    with store._connection() as connection:
+        assert connection._sock
+        store.close()
+    assert connection._sock is None
+    with pytest.raises(OSError, match="closed"):
+        store.open()
+    assert not store._idle
 
 
 async def test_connections_that_the_server_has_closed_are_no_failure(redis: RedisServer) -> None:
