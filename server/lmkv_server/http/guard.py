@@ -130,8 +130,7 @@ async def read_body(request: Request, lease: Lease, max_bytes: int, setting: str
                 lease.grow(lease.size_bytes)
             if decoded.text_bytes >= turns.LARGE_BYTES:
                 await turns.of_loop().read(lease.caller)
-        if decoded.value_count > MAX_JSON_OBJECTS:
-            await _check_values(chunks, lease.caller)
+        await check_values(decoded, chunks, lease.caller)
         await lease.acquire(decoded.size_bytes)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
     except (BodyTooLarge, TooManyRequests):
@@ -142,8 +141,13 @@ async def read_body(request: Request, lease: Lease, max_bytes: int, setting: str
         raise
 
 
-async def _check_values(parts: Sequence[bytes], caller: str) -> None:
-    """Raises `BodyTooLarge` if a body takes too long to decode. A part is looked at in an iteration of the loop."""
+async def check_values(decoded: JsonSize, parts: Sequence[bytes], caller: str) -> None:
+    """Raises `BodyTooLarge` if a body, whose size `decoded` has counted, takes too long to decode.
+
+    A part is looked at in an iteration of the loop, and none if there are clearly few values.
+    """
+    if decoded.value_count <= MAX_JSON_OBJECTS:
+        return
     values = JsonValues()
     for part in parts:
         for start in range(0, len(part), PART_BYTES):

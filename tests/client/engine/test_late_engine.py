@@ -36,7 +36,7 @@ def test_an_engine_is_there_once_it_is_attached_until_it_is_closed() -> None:
     assert late.engine is None
     attaching.going.set()
     late.wait()
-    assert late.engine is attaching  # type: ignore[comparison-overlap]
+    assert late.engine is attaching
     assert attaching.closed_count == 0
     late.close()
     late.close()

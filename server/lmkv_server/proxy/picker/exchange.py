@@ -115,7 +115,12 @@ class Exchange:
     @property
     def body(self) -> bytes | None:
         """The request's body; None if it is not known."""
-        return b"".join(part.body for part in self._held) if self.has_body else None
+        return b"".join(self.parts) if self.has_body else None
+
+    @property
+    def parts(self) -> list[bytes]:
+        """The parts of the request's body that are held back."""
+        return [part.body for part in self._held]
 
     def receive(self, message: ProcessingRequest) -> Iterator[ProcessingResponse]:
         """The answers to a message that do not depend on the choice."""

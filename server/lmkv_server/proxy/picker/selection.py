@@ -23,6 +23,7 @@ from lmkv.keys import KEY_BYTES
 from lmkv.runtime import turns
 from lmkv.runtime.memory_budget import JsonSize
 from lmkv.v1.cache_service_pb2 import LookupResponse
+from lmkv_server.http.guard import check_values
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES
@@ -303,6 +304,10 @@ class ArrivingBody:
     def decoded_bytes(self) -> int:
         """An upper bound of the memory that the body takes once it is decoded, its text included."""
         return self._decoded.size_bytes
+
+    async def check_values(self, parts: Sequence[bytes]) -> None:
+        """Raises `BodyTooLarge` if the body, which has come in these parts, takes too long to decode."""
+        await check_values(self._decoded, parts, self._caller)
 
     def turn(self) -> AbstractAsyncContextManager[None]:
         """Inside, it is the turn of this body to be decoded."""

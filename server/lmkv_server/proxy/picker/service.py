@@ -23,6 +23,7 @@ from lmkv.ext_proc.external_processor_pb2 import (
 from lmkv.ext_proc.external_processor_pb2_grpc import ExternalProcessorServicer
 from lmkv.runtime.memory_budget import Lease, of_process
 from lmkv.runtime.places import Places, most_of, requester
+from lmkv_server.http.guard import BodyTooLarge
 from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.engines import Endpoints
@@ -131,6 +132,8 @@ class ExternalProcessorService(ExternalProcessorServicer):
         """The answers to the message that arrived at `begin`. `body` has taken the parts that it came in."""
         try:
             client = admitted.enter_context(self._salts.client(exchange.headers))
+            if exchange.has_body:
+                await body.check_values(exchange.parts)
             async with body.turn():
                 salted = _salted(client, exchange)
                 known = body if salted is None and exchange.has_body else salted
@@ -141,6 +144,9 @@ class ExternalProcessorService(ExternalProcessorServicer):
         except NotAdmitted as error:
             self._metrics.requests.labels("refused").inc()
             return [exchange.refuse(error.status, str(error), error.headers)]
+        except BodyTooLarge as error:
+            self._metrics.requests.labels("refused").inc()
+            return [exchange.refuse(413, f"the body has {error}", {})]
         except NoHealthyEngine:
             self._metrics.requests.labels("no_endpoint").inc()
             return [exchange.refuse(ServiceUnavailable, "no engine is available to serve the request")]

@@ -6,7 +6,7 @@ import pytest
 
 from lmkv.errors import BadMessage, Full
 from lmkv.keys import ChunkKey
-from lmkv.runtime.places import requester
+from lmkv.runtime.places import most_of, requester
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_server.node.peers import connection
@@ -116,3 +116,9 @@ async def test_an_engine_that_was_refused_is_the_next_to_get_a_grant_for_a_while
         for grant_id in granted:
             await peer.release(grant_id, WAIT_SECONDS)
         assert not peer._grants.count("engine:hog")
+        monkeypatch.setattr(connection, "FULL_SECONDS", 3.5)
+        for number in range(most_of(connection.MAX_GRANTS)):
+            peer._grants.take(number, "engine:hog")
+        with pytest.raises(Full, match="its share") as refused:
+            peer._take_place(object(), "engine:hog")
+        assert refused.value.retry_seconds == 3.5

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from lmkv.runtime.memory_budget import MemoryBudget
+from lmkv.runtime.memory_budget import MAX_JSON_OBJECTS, MemoryBudget
 from lmkv_server.proxy.picker import service as picker_service
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import MakeEngine
@@ -237,6 +237,20 @@ async def test_a_body_over_the_limit_is_routed_by_load_and_passes_unchanged(
         assert endpoint_of(await exchange.answer()) == host_port(engine)
         await exchange.send(request_body={"body": LARGE[60_000:], "end_of_stream": True})
         assert await exchange.body() == LARGE
+
+
+async def test_a_body_of_too_many_values_is_refused_and_a_text_of_such_characters_is_not(
+    front: Front, engine: ScriptedEngine
+) -> None:
+    text = b'{"model": "scripted", "prompt": "' + b"[,{:" * MAX_JSON_OBJECTS + b'"}'
+    values = b'{"model": "scripted", "more": [' + b"{}," * MAX_JSON_OBJECTS + b"{}]}"
+    async with front.gateway.exchange() as exchange:
+        assert endpoint_of(await exchange.pick(text, parts=4)) == host_port(engine)
+    async with front.gateway.exchange() as exchange:
+        refusal = (await exchange.pick(values, parts=4)).immediate_response
+        assert refusal.status.code == 413
+        assert b"objects, lists and texts" in refusal.body
+    assert front.metric("lmkv_picker_requests_total", outcome="refused") == 1
 
 
 async def test_a_stream_over_the_deadline_ends(engine: ScriptedEngine, make_picker: MakePicker) -> None:
