@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import uvloop
@@ -22,6 +22,7 @@ from benchmarks.replay.fleet import (
     Fleet,
     OtherRouter,
     Outcome,
+    Pace,
     sessions_of,
 )
 from benchmarks.support.command import Benchmark, BenchmarkRun
@@ -36,6 +37,17 @@ ENGINE_TOKENS = 1_000_000
 LRU, LEARNED = "lru", "learned"
 DYNAMO = "dynamo"
 PARTS = ("placement", "picks")
+TWICE_THE_RATE, TWO_SPEEDS, STALL = "twice", "two_speeds", "stall"
+TWICE = 2
+STALL_AT, STALL_SECONDS = 240.0, 60.0
+SCENES: Mapping[str, Callable[[int], Mapping[int, Pace]]] = {
+    "": lambda _: {},
+    TWICE_THE_RATE: lambda _: {},
+    TWO_SPEEDS: lambda count: {at: Pace(tokens_per_second=PREFILL_RATE / 2) for at in range(count // 2, count)},
+    STALL: lambda _: {0: Pace(stalls_at=STALL_AT, stall_seconds=STALL_SECONDS)},
+}
+"""The paces of engines by their number: all equal, also at twice the rate of requests; half of them with half the rate;
+and one that stalls."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,11 +90,16 @@ def _measure_placements(run: BenchmarkRun) -> None:
     }
     run.say(f"{len(trace.requests)} requests of {len(set(sessions))} sessions, caches of {engine_tokens} tokens each")
 
-    def replay(placement: str, engine_count: int, policy: str, other: OtherRouter | None = None) -> Outcome:
+    def replay(
+        placement: str, engine_count: int, policy: str, scene: str = "", other: OtherRouter | None = None
+    ) -> Outcome:
         kind = OTHER if other else placement
-        fleet = Fleet(trace, kind, engine_count, engine_tokens, policy=policy, other=other)
-        outcome = fleet.replay(sessions, speed=engine_count / ENGINE_COUNTS[0])
-        run.say(f"{engine_count} engines, {policy}, {placement}: {outcome.hit_rate:.2f} %")
+        paces = SCENES[scene](engine_count)
+        fleet = Fleet(trace, kind, engine_count, engine_tokens, policy=policy, paces=paces, other=other)
+        rate = TWICE if scene == TWICE_THE_RATE else 1
+        outcome = fleet.replay(sessions, speed=rate * engine_count / ENGINE_COUNTS[0])
+        words = f"{engine_count} engines{' ' * bool(scene)}{scene}, {policy}, {placement}"
+        run.say(f"{words}: {outcome.hit_rate:.2f} %, TTFT {statistics.mean(outcome.waits):.3f} s")
         return outcome
 
     dynamo: Path | None = run.args.dynamo_python
@@ -92,17 +109,21 @@ def _measure_placements(run: BenchmarkRun) -> None:
     if dynamo:
         run.report.settings["dynamo"] = dynamo_version(dynamo)
     for engine_count in ENGINE_COUNTS:
-        outcomes = {placement: replay(placement, engine_count, LRU) for placement in PLACEMENTS}
-        if dynamo:
-            with DynamoSelector(dynamo, run.logs, trace, [str(number) for number in range(engine_count)]) as other:
-                outcomes[DYNAMO] = replay(DYNAMO, engine_count, LRU, other)
-        bound = outcomes[ORACLE].hit_rate
-        run.add(Row(name=f"{ORACLE}_{engine_count}_hit_rate", value=bound, unit="%"))
-        for placement, outcome in outcomes.items():
-            name = f"{placement}_{engine_count}"
-            if placement != ORACLE:
-                run.add(compare(f"{name}_hit_rate", outcome.hit_rate, "%", "oracle", bound))
-            run.add(Row(name=f"{name}_prefill_s", value=statistics.mean(outcome.waits), unit="s"))
+        bound = 0.0
+        for scene in SCENES:
+            placements = PLACEMENTS if not scene else (PICKER,)
+            outcomes = {placement: replay(placement, engine_count, LRU, scene) for placement in placements}
+            if dynamo:
+                with DynamoSelector(dynamo, run.logs, trace, [str(number) for number in range(engine_count)]) as other:
+                    outcomes[DYNAMO] = replay(DYNAMO, engine_count, LRU, scene, other)
+            if ORACLE in outcomes:  # its hits depend neither on speeds nor on load
+                bound = outcomes[ORACLE].hit_rate
+                run.add(Row(name=f"{ORACLE}_{engine_count}_hit_rate", value=bound, unit="%"))
+            for placement, outcome in outcomes.items():
+                name = "_".join(filter(None, (placement, str(engine_count), scene)))
+                if placement != ORACLE:
+                    run.add(compare(f"{name}_hit_rate", outcome.hit_rate, "%", "oracle", bound))
+                run.add(Row(name=f"{name}_prefill_s", value=statistics.mean(outcome.waits), unit="s"))
         learned = {placement: replay(placement, engine_count, LEARNED).hit_rate for placement in (PICKER, ORACLE)}
         name = f"{PICKER}_{engine_count}_learned_hit_rate"
         run.add(compare(name, learned[PICKER], "%", "oracle", learned[ORACLE]))

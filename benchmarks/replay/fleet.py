@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 from benchmarks.replay.traces import Request, Trace, found_tokens
@@ -157,10 +159,29 @@ class _Arrival:
     queued: QueuedPrompt
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """The tokens per second that an engine computes, and a time in which it computes none."""
+
+    tokens_per_second: float = PREFILL_RATE
+    stalls_at: float = math.inf
+    """In seconds since the begin of the replay."""
+    stall_seconds: float = 0.0
+
+    def end(self, begin: float, token_count: int) -> float:
+        """The time at which a prompt is computed that begins then."""
+        stall_end = self.stalls_at + self.stall_seconds
+        if self.stalls_at <= begin < stall_end:
+            begin = stall_end
+        end = begin + token_count / self.tokens_per_second
+        return end + self.stall_seconds if begin < self.stalls_at < end else end
+
+
 class _SimulatedEngine:
-    def __init__(self, engine: Engine, cache: Cache) -> None:
+    def __init__(self, engine: Engine, cache: Cache, pace: Pace) -> None:
         self.engine = engine
         self.cache = cache
+        self.pace = pace
         self.waiting: deque[_Arrival] = deque()
         self.is_busy = False
 
@@ -176,12 +197,12 @@ class Fleet:
         engine_tokens: int,
         *,
         policy: str,
-        rates: Mapping[int, float] | None = None,
+        paces: Mapping[int, Pace] = MappingProxyType({}),
         other: OtherRouter | None = None,
     ) -> None:
         """`other` is for the placement `other`; it knows the engines by the ids `0`, `1`, ...
 
-        `rates` are the tokens per second of engines that do not compute `PREFILL_RATE`, by number.
+        `paces` are those of engines that do not compute as others do, by number.
         """
         assert (placement == OTHER) == (other is not None)
         self._trace = trace
@@ -193,8 +214,9 @@ class Fleet:
             engine = Engine(f"http://{number}", BOTH)
             engine.instance_id = str(number)
             engine.mark_healthy()
-            engine.queue.tokens_per_second = (rates or {}).get(number, PREFILL_RATE)
-            self._engines[engine] = _SimulatedEngine(engine, shared or Cache(capacity, policy))
+            pace = paces.get(number, Pace())
+            engine.queue.tokens_per_second = pace.tokens_per_second
+            self._engines[engine] = _SimulatedEngine(engine, shared or Cache(capacity, policy), pace)
         name = {PICKER: "kv_aware", ROUND_ROBIN: "round_robin"}.get(placement, "least_loaded")
         self._pool = EnginePool(list(self._engines), cost_by(name), SessionAffinity(SESSION_TTL))
         self._view = LayoutView()
@@ -264,7 +286,7 @@ class Fleet:
         hit = found_tokens(self._trace, request, hit_count)
         self._outcome.asked_tokens += request.token_count
         self._outcome.hit_tokens += hit
-        end = self._now + (request.token_count - hit) / simulated.engine.queue.tokens_per_second
+        end = simulated.pace.end(self._now, request.token_count - hit)
         self._outcome.waits.append(end - arrival.seconds)
         self._at(end, lambda: self._computed(simulated, arrival))
 

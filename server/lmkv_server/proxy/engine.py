@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -43,6 +44,10 @@ class PrefixHits:
     """Tokens of these that its connector loaded."""
     prefill_seconds: float = 0.0
     """Time in which its requests computed their prompts; of those that were computed at once, each counts."""
+    pulled_tokens: float = 0.0
+    """Tokens of these that its node has fetched from peers."""
+    pull_seconds: float = 0.0
+    """Time that these fetches took; of those that ran at once, each counts."""
 
     @property
     def computed_tokens(self) -> float:
@@ -60,12 +65,20 @@ class QueuedPrompt:
     """Whether its first token will be seen; until then it counts, however long that takes."""
 
 
+TURNOVER_SECONDS = 300.0
+"""Time after which a third of a prompt still counts as what an engine was given lately."""
+
+
 class PromptQueue:
     """The prompts that an engine was given and has not computed, in their order. Pure: time is passed in."""
 
     def __init__(self) -> None:
         self.tokens_per_second = 0.0
         """How fast the engine computes prompts; 0 if that is not known."""
+        self.pulled_per_second = 0.0
+        """How many tokens per second its node fetches from peers; 0 if none has been measured."""
+        self._recent_tokens = 0.0
+        self._recent_at = 0.0
         self._prompts: dict[QueuedPrompt, None] = {}
         self._token_count = 0
         self._begun_at = 0.0
@@ -80,6 +93,7 @@ class PromptQueue:
         if not self._prompts:
             self._begun_at = now
         prompt = QueuedPrompt(token_count=token_count)
+        self._recent_tokens, self._recent_at = self.recent_tokens(now) + token_count, now
         self._prompts[prompt] = None
         self._token_count += token_count
         return prompt
@@ -92,6 +106,10 @@ class PromptQueue:
             self._drop(prompt)
             if is_first:
                 self._begun_at = now
+
+    def recent_tokens(self, now: float) -> float:
+        """Tokens that it was given to compute, and so to keep, each the less, the longer ago that was."""
+        return self._recent_tokens * math.exp((self._recent_at - now) / TURNOVER_SECONDS)
 
     def tokens_ahead(self, now: float) -> float:
         """Tokens that a new prompt waits for. Of one that is overdue, as many as could have been computed meanwhile:
@@ -186,7 +204,7 @@ class Engine:
         return self._health_timeout_count >= MAX_HEALTH_TIMEOUTS
 
     def take_hits(self, hits: PrefixHits | None) -> None:
-        """Takes what its metrics state, and how fast it has computed prompts since they were read last."""
+        """Takes what its metrics state, and how fast it has computed and fetched prompts since they were read last."""
         before = self.hits or PrefixHits(asked_tokens=0, own_tokens=0, external_tokens=0)
         self.hits = hits
         if hits is None:
@@ -195,6 +213,10 @@ class Engine:
         tokens = hits.computed_tokens - before.computed_tokens
         if seconds > 0 and tokens > 0:
             self.queue.tokens_per_second = tokens / seconds
+        seconds = hits.pull_seconds - before.pull_seconds
+        tokens = hits.pulled_tokens - before.pulled_tokens
+        if seconds > 0 and tokens > 0:
+            self.queue.pulled_per_second = tokens / seconds
 
     def time_first_token(
         self, has_token: Callable[[], bool], recorded: Callable[[], None] = lambda: None

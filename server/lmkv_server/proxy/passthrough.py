@@ -16,7 +16,15 @@ from lmkv_server.proxy.openai import MESSAGES, RESPONSES, Json, error_body
 from lmkv_server.proxy.pd.parameters import ALONE, without_handoff
 from lmkv_server.proxy.routing.health import EngineFailover, NoHealthyEngine
 from lmkv_server.proxy.routing.lookup import PrefixLookup
-from lmkv_server.proxy.routing.pools import EnginePool, EnginePools, HeldTokens, SessionAffinity, cost_by
+from lmkv_server.proxy.routing.pools import (
+    EnginePool,
+    EnginePools,
+    HeldTokens,
+    Missing,
+    SessionAffinity,
+    Usual,
+    cost_by,
+)
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, HttpResponse, UpstreamClient
 
 GENERATING = frozenset({RESPONSES, MESSAGES})
@@ -53,8 +61,8 @@ class PassThrough:
     ) -> None:
         cost = cost_by("least_loaded" if lookup is None else config.policy)
 
-        def cost_of(engine: Engine, uncached_count: int, now: float, usual_rate: float) -> float:
-            return cost(engine, uncached_count, now, usual_rate) + (_PREFILL_COST if engine.role == PREFILL else 0)
+        def cost_of(engine: Engine, missing: Missing, now: float, usual: Usual) -> float:
+            return cost(engine, missing, now, usual) + (_PREFILL_COST if engine.role == PREFILL else 0)
 
         self._pool = EnginePool(pools.engines, cost_of, SessionAffinity(config.session_ttl))
         self._clients = clients

@@ -169,8 +169,16 @@ def test_hits_are_summed_over_engine_cores() -> None:
 def test_tokens_that_a_prefill_engine_has_computed_are_not_hits_of_the_decode_engine() -> None:
     lines = 'lmkv:tier_tokens_total{engine="0",model_name="m",tier="peers"} 40.0\n'
     lines += 'lmkv:tier_tokens_total{engine="0",model_name="m",tier="handoff"} 400.0\n'
+    lines += 'lmkv:peer_seconds_total{engine="0",model_name="m"} 0.5\n'
     hits = prefix_hits((VLLM_METRICS + lines).encode())
-    assert hits == PrefixHits(asked_tokens=1600, own_tokens=800, external_tokens=40, prefill_seconds=2.5)
+    assert hits == PrefixHits(
+        asked_tokens=1600,
+        own_tokens=800,
+        external_tokens=40,
+        prefill_seconds=2.5,
+        pulled_tokens=40,
+        pull_seconds=0.5,
+    )
 
 
 VLLM_METRICS = """# TYPE vllm:prefix_cache_queries_total counter

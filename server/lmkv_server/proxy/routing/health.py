@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from lmkv.tiers import HANDOFF
+from lmkv.tiers import HANDOFF, PEERS
 from lmkv_server.proxy.engine import MAX_HEALTH_TIMEOUTS, Engine, EngineModel, PrefixHits, QueuedPrompt
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.routing.pools import EnginePool, HeldTokens
@@ -36,10 +36,13 @@ _HIT_METRIC = re.compile(
     rf"^vllm:(?P<name>{'|'.join(_HIT_METRICS)})(?:\{{[^\n]*\}})? (?P<value>[0-9.eE+]+)$".encode(), re.MULTILINE
 )
 """A line of vLLM's metrics: there is one for each engine core."""
-_HANDED_METRIC = re.compile(
-    rb'^lmkv:tier_tokens_total\{[^\n]*\btier="%b"[^\n]*\} (?P<value>[0-9.eE+]+)$' % HANDOFF.encode(), re.MULTILINE
+_PULL_SECONDS = "peer_seconds_total"
+_LOAD_METRIC = re.compile(
+    rb'^lmkv:(?P<name>%b|tier_tokens_total(?=\{[^\n]*\btier="(?P<tier>%b|%b)"))(?:\{[^\n]*\})? '
+    rb"(?P<value>[0-9.eE+]+)$" % (_PULL_SECONDS.encode(), HANDOFF.encode(), PEERS.encode()),
+    re.MULTILINE,
 )
-"""A line of the connector's metrics: tokens that prefill engines have computed, which vLLM counts as external hits."""
+"""A line of the connector's metrics: the time of fetches from peers, or tokens that came from peers or by handoffs."""
 
 
 class HealthMonitor:
@@ -131,9 +134,18 @@ def prefix_hits(metrics: bytes) -> PrefixHits | None:
     if not lines:
         return None
     asked, own, external, seconds = sums.values()
-    handed = min(sum(float(line["value"]) for line in _HANDED_METRIC.finditer(metrics)), external)
+    loads = dict.fromkeys((HANDOFF, PEERS, _PULL_SECONDS), 0.0)
+    for line in _LOAD_METRIC.finditer(metrics):
+        loads[(line["tier"] or line["name"]).decode()] += float(line["value"])
+    # Prefill engines have computed these tokens, and vLLM counts them as external hits.
+    handed = min(loads[HANDOFF], external)
     return PrefixHits(
-        asked_tokens=asked - handed, own_tokens=own, external_tokens=external - handed, prefill_seconds=seconds
+        asked_tokens=asked - handed,
+        own_tokens=own,
+        external_tokens=external - handed,
+        prefill_seconds=seconds,
+        pulled_tokens=loads[PEERS],
+        pull_seconds=loads[_PULL_SECONDS],
     )
 
 

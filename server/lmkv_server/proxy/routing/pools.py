@@ -6,8 +6,10 @@ engines that each compute it, a pick counts as what the engine will hold soon.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -85,26 +87,56 @@ twice takes memory from other prompts, which are computed again then. From 1 to 
 conversations hardly rises; with 4, nearly as many tokens hit as without regard to load."""
 REQUEST_TOKENS = 64
 """A request in flight counts as this number of queued tokens: it shares the steps of a prompt while it decodes."""
+TURNOVER_EXPONENT = 0.25
+"""How much more a token costs memory where more tokens were computed lately. Without it engines that are faster get so
+many prompts that they forget them while slower ones remember; with more, slow ones get more than they can compute."""
+TURNOVER_TOKENS = 20_000
+"""Added to the tokens of each engine, so that the first prompts do not decide."""
 
-Cost = Callable[[Engine, int, float, float], float]
-"""Cost of an engine, given the number of prompt tokens that it has to compute, the time, and how many tokens per second
-an engine usually computes. The engine of least cost serves; it does not rise if there are fewer tokens
-to compute."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Missing:
+    """Tokens of a prompt that an engine does not hold."""
+
+    token_count: int
+    pullable_count: int = 0
+    """Tokens of these that its node could fetch from a peer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usual:
+    """Means of the engines that may be chosen."""
+
+    tokens_per_second: float
+    recent_tokens: float
+
+
+Cost = Callable[[Engine, Missing, float, Usual], float]
+"""Cost of an engine, given the tokens that it does not hold, the time, and what is usual. The engine of least cost
+serves; it does not rise if fewer tokens are missing, or if more of them could be fetched."""
 
 
 def cost_by(policy: str) -> Cost:
-    """The cost function of a policy. That of `kv_aware` is the expected time to the first token."""
+    """The cost function of a policy. That of `kv_aware` is the expected time to the first token, and what the memory
+    costs that the prompt takes."""
 
-    def round_robin(_: Engine, __: int, ___: float, ____: float) -> float:
+    def round_robin(_: Engine, __: Missing, ___: float, ____: Usual) -> float:
         return 0
 
-    def least_loaded(engine: Engine, _: int, __: float, ___: float) -> float:
+    def least_loaded(engine: Engine, _: Missing, __: float, ___: Usual) -> float:
         return engine.in_flight_count
 
-    def kv_aware(engine: Engine, uncached_count: int, now: float, usual_rate: float) -> float:
-        tokens = engine.queue.tokens_ahead(now) + REQUEST_TOKENS * engine.in_flight_count
-        seconds = (tokens + uncached_count) / (engine.queue.tokens_per_second or usual_rate)
-        return seconds + HOLD_FACTOR * uncached_count / usual_rate
+    def kv_aware(engine: Engine, missing: Missing, now: float, usual: Usual) -> float:
+        queue = engine.queue
+        rate = queue.tokens_per_second or usual.tokens_per_second
+        wait = (queue.tokens_ahead(now) + REQUEST_TOKENS * engine.in_flight_count) / rate
+        seconds = wait + missing.token_count / rate
+        if queue.pulled_per_second:  # while the prompt waits for others, a fetch costs nothing
+            fetched = max(wait, missing.pullable_count / queue.pulled_per_second)
+            seconds = min(seconds, fetched + (missing.token_count - missing.pullable_count) / rate)
+        turnover = (queue.recent_tokens(now) + TURNOVER_TOKENS) / (usual.recent_tokens + TURNOVER_TOKENS)
+        memory = HOLD_FACTOR * missing.token_count / usual.tokens_per_second
+        return seconds + memory * math.pow(turnover, TURNOVER_EXPONENT)
 
     return {"round_robin": round_robin, "least_loaded": least_loaded, "kv_aware": kv_aware}[policy]
 
@@ -214,11 +246,16 @@ class EnginePool:
     ) -> Callable[[Engine, Mapping[str, int]], tuple[float, int]]:
         """The rank of an engine: that of the least one is chosen. It does not rise if an instance holds more."""
         rates = [rate for engine in candidates if (rate := engine.queue.tokens_per_second)]
-        usual_rate = sum(rates) / len(rates) if rates else 1.0
+        usual = Usual(
+            tokens_per_second=sum(rates) / len(rates) if rates else 1.0,
+            recent_tokens=sum(engine.queue.recent_tokens(now) for engine in candidates) / len(candidates),
+        )
 
         def rank(engine: Engine, cached: Mapping[str, int]) -> tuple[float, int]:
-            uncached_count = token_count - cached.get(engine.instance_id, 0)
-            return self._cost(engine, uncached_count, now, usual_rate), engine.last_choice
+            own = cached.get(engine.instance_id, 0)
+            pullable_count = max(cached.values(), default=own) - own
+            missing = Missing(token_count=token_count - own, pullable_count=max(0, pullable_count))
+            return self._cost(engine, missing, now, usual), engine.last_choice
 
         return rank
 

@@ -322,6 +322,30 @@ def test_a_stalled_engine_gets_no_prompts_until_it_answers() -> None:
     assert pools.choose(5.0, cached=held, token_count=1000) is stalled
 
 
+def test_what_a_peer_holds_is_fetched_while_the_prompt_waits_where_that_is_faster() -> None:
+    pools = rated(1000, 1000, 1000)
+    holder, near, far = pools.engines
+    holder.queue.add(20_000, 0.0)
+    near.queue.add(200, 0.0)
+    held = {"i-0": 900}
+    assert pools.choose(0.0, cached=held, token_count=1000) is far, "it has no other prompts"
+    near.queue.pulled_per_second = 4500
+    assert pools.choose(0.0, cached=held, token_count=1000) is near, "it has the prompt when it has computed the other"
+    near.queue.pulled_per_second = 600
+    assert pools.choose(0.0, cached=held, token_count=1000) is far, "to compute is faster"
+
+
+def test_cold_prompts_go_to_engines_that_have_kept_few_lately() -> None:
+    pools = rated(1000, 900)
+    fast, slow = pools.engines
+    assert pools.choose(0.0, cached={}, token_count=1000) is fast
+    fast.queue.remove(fast.queue.add(100_000, 0.0), 100.0)
+    assert pools.choose(100.0, cached={}, token_count=1000) is slow
+    assert pools.choose(100.0, cached={"i-0": 100}, token_count=1000) is slow
+    assert pools.choose(100.0, cached={"i-0": 900}, token_count=1000) is fast, "what it holds counts for more"
+    assert pools.choose(3000.0, cached={}, token_count=1000) is fast, "that was long ago"
+
+
 def test_prompts_whose_first_token_is_not_seen_are_taken_for_computed_in_time() -> None:
     queue = Engine("http://a", BOTH).queue
     first, second = queue.add(1000, 0.0), queue.add(500, 0.0)
@@ -339,15 +363,26 @@ def test_prompts_whose_first_token_is_not_seen_are_taken_for_computed_in_time() 
     assert len(queue) == 0
 
 
-def test_an_engines_rate_is_what_it_has_computed_since_its_metrics_were_read_last() -> None:
+def test_an_engines_rates_are_what_it_has_computed_and_fetched_since_its_metrics_were_read_last() -> None:
     engine = Engine("http://a", BOTH)
     engine.take_hits(PrefixHits(asked_tokens=5000, own_tokens=1000, external_tokens=2000, prefill_seconds=2.0))
     assert engine.queue.tokens_per_second == 1000
-    engine.take_hits(PrefixHits(asked_tokens=6000, own_tokens=1000, external_tokens=2000, prefill_seconds=4.0))
+    assert engine.queue.pulled_per_second == 0
+    hits = PrefixHits(
+        asked_tokens=6000,
+        own_tokens=1000,
+        external_tokens=2000,
+        prefill_seconds=4.0,
+        pulled_tokens=900,
+        pull_seconds=0.5,
+    )
+    engine.take_hits(hits)
     assert engine.queue.tokens_per_second == 500
+    assert engine.queue.pulled_per_second == 1800
     for hits in (engine.hits, None, PrefixHits(asked_tokens=10, own_tokens=10, external_tokens=0)):
         engine.take_hits(hits)
         assert engine.queue.tokens_per_second == 500, "nothing was computed"
+        assert engine.queue.pulled_per_second == 1800, "nothing was fetched"
 
 
 def test_a_request_counts_the_tokens_that_its_engine_does_not_hold() -> None:
