@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 import pytest
@@ -20,10 +21,11 @@ from benchmarks.replay.fleet import (
     Fleet,
     LayoutView,
     Outcome,
+    Pace,
     sessions_of,
 )
 from benchmarks.replay.traces import Request, Trace
-from benchmarks.routing import EXCERPT
+from benchmarks.routing import EXCERPT, SCENES, TWO_SPEEDS
 from lmkv.keys import ChunkKey
 
 
@@ -133,6 +135,25 @@ def test_no_placement_finds_more_than_the_oracle_where_nothing_is_evicted() -> N
         rates[placement] = outcome.hit_rate
     assert max(rates, key=lambda placement: rates[placement]) == ORACLE
     assert rates[PICKER] > 0.9 * rates[ORACLE] > 2 * rates[ROUND_ROBIN]
+
+
+def test_an_engine_that_stalls_computes_nothing_meanwhile() -> None:
+    pace = Pace(tokens_per_second=100, stalls_at=10, stall_seconds=5)
+    ends = [pace.end(begin, 100) for begin in (0.0, 9.0, 9.5, 10.0, 14.0, 15.0)]
+    assert ends == [1.0, 10.0, 15.5, 16.0, 16.0, 16.0]
+
+
+def test_engines_of_two_speeds_keep_their_hits_and_wait_less_than_by_hits_alone() -> None:
+    trace = read_trace(EXCERPT)
+    trace = Trace(requests=trace.requests[:1200], chunk_tokens=trace.chunk_tokens)
+    sessions, paces = sessions_of(trace), SCENES[TWO_SPEEDS](8)
+    outcomes = {
+        placement: Fleet(trace, placement, 8, 1_000_000, policy="lru", paces=paces).replay(sessions, speed=1.0)
+        for placement in (PICKER, SESSIONS, ORACLE)
+    }
+    waits = {placement: statistics.mean(outcome.waits) for placement, outcome in outcomes.items()}
+    assert outcomes[PICKER].hit_rate > 0.95 * outcomes[ORACLE].hit_rate
+    assert waits[PICKER] < min(waits[SESSIONS], waits[ORACLE])
 
 
 def test_another_router_receives_what_the_picker_knows() -> None:
