@@ -368,7 +368,7 @@ def test_an_engines_rates_are_what_it_has_computed_and_fetched_since_its_metrics
     engine.take_hits(PrefixHits(asked_tokens=5000, own_tokens=1000, external_tokens=2000, prefill_seconds=2.0))
     assert engine.queue.tokens_per_second == 1000
     assert engine.queue.pulled_per_second == 0
-    hits = PrefixHits(
+    later = PrefixHits(
         asked_tokens=6000,
         own_tokens=1000,
         external_tokens=2000,
@@ -376,7 +376,7 @@ def test_an_engines_rates_are_what_it_has_computed_and_fetched_since_its_metrics
         pulled_tokens=900,
         pull_seconds=0.5,
     )
-    engine.take_hits(hits)
+    engine.take_hits(later)
     assert engine.queue.tokens_per_second == 500
     assert engine.queue.pulled_per_second == 1800
     for hits in (engine.hits, None, PrefixHits(asked_tokens=10, own_tokens=10, external_tokens=0)):
