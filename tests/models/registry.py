@@ -55,8 +55,7 @@ class RegistryModel:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.gone: list[str] = []
-        self.registry = Registry(lease_ttl=TTL, now=0.0, on_gone=self.gone.append)
+        self.registry = Registry(lease_ttl=TTL, now=0.0)
         self.held: dict[str, set[str]] = {name: set() for name in self.processes}
         self.streams: list[Stream] = []
         self.registered = ""

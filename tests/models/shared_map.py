@@ -163,6 +163,10 @@ class Coordinator:
             self.stream.close()
         self.stream = None
 
+    def load(self, follower: InstanceFollower) -> None:
+        """Schedules a load, as its `LayoutStore`."""
+        self.loader.load(OWNER, follower)
+
     def held(self) -> set[str]:
         """The chunks that its lookups name."""
         return {name for name, key in KEYS.items() if self.registry.layout.match_at("i", 0, key)[0]}
@@ -213,7 +217,7 @@ class SharedMapModel:
                 found.append(("follow", name))
             if one.publishing:
                 found.append(("continue_publisher", name))
-            elif one.publisher._backlog.size_bytes:
+            elif one.publisher.backlog.size_bytes:
                 found.append(("publish", name))
             if one.loading:
                 found.append(("continue_loader", name))
@@ -239,14 +243,14 @@ class SharedMapModel:
         done, term = self._continue(one.term)
         assert done
         one.term = None
-        publication = Publication(OWNER, 1, term, one.publisher.enqueue)
+        publication = Publication(OWNER, 1, term, one.publisher.backlog)
         one.stream, one.sends_snapshot = one.registry.open_stream("i", 1, 0.0, publication), True
         self.home = name
 
     def _follow(self, name: str) -> None:
         """The instance informs a coordinator that it reports to the other one."""
         one = self.coordinators[name]
-        one.registry.follow("i", 1, 0.0, lambda follower: one.loader.load(OWNER, follower))
+        one.registry.follow("i", 1, 0.0, one)
 
     def _snapshot(self, name: str) -> None:
         self.coordinators[name].sends_snapshot = False
@@ -283,7 +287,7 @@ class SharedMapModel:
     def _publish(self, name: str) -> None:
         """As `Publisher.run`: sends the next batch."""
         publisher = self.coordinators[name].publisher
-        ((shard, batch),) = publisher._backlog.take().items()
+        ((shard, batch),) = publisher.backlog.take().items()
         self.coordinators[name].publishing = task = Task(publisher._publish(shard, batch), [])
         self._continue(task)
 
@@ -388,7 +392,7 @@ class SharedMapModel:
         publication = one.registry.publications.get("i")
         instance = one.registry.instances.find("i")
         tasks = [task and task.seen for task in (one.term, one.publishing, one.loading)]
-        queued = [entry.entry for batch in one.publisher._backlog._by_shard.values() for entry in batch]
+        queued = [entry.entry for batch in one.publisher.backlog._by_shard.values() for entry in batch]
         return (
             one.position,
             sorted(one.held()),

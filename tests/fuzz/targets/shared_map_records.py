@@ -6,10 +6,11 @@ A call is a number and a frame: an entry of the log, records of a scan, or the e
 from __future__ import annotations
 
 from lmkv.keys import EMPTY_DIGEST, digest, join_keys
-from lmkv_server.coordinator.core.instances import Instance
+from lmkv_server.coordinator.core.instances import Instance, Instances
 from lmkv_server.coordinator.core.layout_map import TIER_COUNT, Change, LayoutMap
 from lmkv_server.coordinator.core.models import InstanceInfo
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower, SnapshotLoad
+from lmkv_server.coordinator.layout_store.layout_store import NoSharedStore
 from lmkv_server.coordinator.layout_store.records import (
     MARKER,
     EntryKind,
@@ -76,9 +77,7 @@ class _Follower:
     def __init__(self, layout: LayoutMap, epoch: int) -> None:
         self.epoch = epoch
         self.instance = Instance(InstanceInfo(instance_id="a", epoch=epoch, peer_address="host:1"), 0.0, 1.0)
-        self.follower = InstanceFollower(
-            layout, self.instance, on_load_request=lambda _: None, on_unsynced=lambda _: None
-        )
+        self.follower = InstanceFollower(Instances(1.0), layout, self.instance, NoSharedStore())
         self.follower.request_load()
         self._load: SnapshotLoad | None = None
         self._position = (0, 0)

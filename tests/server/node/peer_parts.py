@@ -210,7 +210,7 @@ class Parts:
         ended: Future[HandoffResult] = asyncio.get_running_loop().create_future()
         tokens = token_count or len(keys) * self.spec.chunk_size
         prompt = HandedPrompt(handoff_id=handoff_id, spec=self.spec, chunk_keys=keys, token_count=tokens)
-        self.senders.start(prompt, instance_id, ended.set_result)
+        self.senders.start(prompt, instance_id, HandingEngine(ended))
         return ended
 
     def damage(self, key: ChunkKey) -> None:
@@ -235,6 +235,13 @@ class Parts:
         assert not any(chunk.holds for chunk in self.tier)
         assert len(self.fetcher.inflight) == 0
         assert all(self.holds_right(chunk) for chunk in self.tier)
+
+
+class HandingEngine:
+    """Waits for the end of one handoff."""
+
+    def __init__(self, ended: Future[HandoffResult]) -> None:
+        self.handed = ended.set_result
 
 
 class Taken:

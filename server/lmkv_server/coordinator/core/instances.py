@@ -174,6 +174,8 @@ class Instances:
         """The memory that they use besides chunks and operations."""
         self.models = Models()
         """The models that they serve, by name."""
+        self._unsynced: dict[str, Instance] = {}
+        """Instances that were not synced at the last check."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -206,6 +208,7 @@ class Instances:
             for item in ("tiers", "stats", "pins"):
                 self.budget.drop(info.instance_id, item)
             known = self._by_id[info.instance_id] = Instance(info, now, now + self.lease_ttl, secret)
+            self.mark_unsynced(known)
         self.models.add(info)
         return known
 
@@ -263,6 +266,20 @@ class Instances:
         """Returns when the next lease expires unless it is renewed; None without instances."""
         return min((instance.expire_time for instance in self), default=None)
 
+    def mark_unsynced(self, instance: Instance) -> None:
+        """The layout map may lack chunks of an instance, until its `synced` is set."""
+        instance.synced = False
+        self._unsynced[instance.info.instance_id] = instance
+
+    def has_unsynced(self) -> bool:
+        """Whether the layout map may lack chunks of an instance."""
+        while self._unsynced:  # does not read all instances: every lookup calls it
+            instance_id, instance = next(reversed(self._unsynced.items()))
+            if not instance.synced:
+                return True
+            del self._unsynced[instance_id]
+        return False
+
     def postpone(self, seconds: float) -> None:
         """Extends every lease, for a time in which no report could be received."""
         for instance in self:
@@ -272,6 +289,9 @@ class Instances:
         """Asserts the invariants. Reads everything: for tests."""
         self.budget.check()
         self.models.check(instance.info for instance in self)
+        not_synced = {instance.info.instance_id for instance in self if not instance.synced}
+        assert not_synced <= self._unsynced.keys()
+        assert all(self._by_id.get(instance_id) is one for instance_id, one in self._unsynced.items())
 
     # --- Inside --------------------------------------------------------------------------------------------------
 
@@ -307,6 +327,7 @@ class Instances:
         self.models.remove(instance.info)
         self.budget.drop_owner(instance.info.instance_id)
         del self._by_id[instance.info.instance_id]
+        self._unsynced.pop(instance.info.instance_id, None)
 
 
 MAX_JOINING = 64

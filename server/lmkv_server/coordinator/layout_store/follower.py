@@ -10,10 +10,10 @@ any other chunk the scan was right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 from lmkv.errors import LmkvError
-from lmkv_server.coordinator.core.instances import Instance
+from lmkv_server.coordinator.core.instances import Instance, Instances
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, Snapshot
 from lmkv_server.coordinator.layout_store.records import (
     EntryKind,
@@ -54,21 +54,21 @@ class SnapshotLoad:
             self.buffered.append(entry)
 
 
+class ChunkLoader(Protocol):
+    """Loads the chunks of followed instances; a `LayoutStore` is one."""
+
+    def load(self, follower: InstanceFollower) -> None:
+        """Schedules a load of an instance's chunks."""
+
+
 class InstanceFollower:
     """Follows one instance: pass every log entry of it to `handle_entry`, and every position of its log to `advance`.
 
-    `on_load_request` is called when its chunks have to be loaded, `on_unsynced` when the layout map may hold fewer
-    chunks than the instance.
+    It requests loads from `loader`, and marks the instance in `instances` while the layout map may hold fewer chunks
+    than the instance.
     """
 
-    def __init__(
-        self,
-        layout: LayoutMap,
-        instance: Instance,
-        *,
-        on_load_request: Callable[[InstanceFollower], None],
-        on_unsynced: Callable[[Instance], None],
-    ) -> None:
+    def __init__(self, instances: Instances, layout: LayoutMap, instance: Instance, loader: ChunkLoader) -> None:
         self.instance = instance
         self.term = 0
         """The term that is installed and updated; 0 if none is."""
@@ -81,9 +81,9 @@ class InstanceFollower:
         """Whether a load did not repair a wrong digest: the instance has to send a new snapshot."""
         self.difference = ""
         """Describes how the layout map differed from the last wrong digest."""
+        self._instances = instances
         self._layout = layout
-        self._on_load_request = on_load_request
-        self._on_unsynced = on_unsynced
+        self._loader = loader
         self._load: SnapshotLoad | None = None
         self._is_behind = True
         """Whether a load has yet to install missing chunks, or found none that it could."""
@@ -111,9 +111,9 @@ class InstanceFollower:
         if self.is_closed:
             return
         self._abandon()
-        self._mark_unsynced()
+        self._instances.mark_unsynced(self.instance)
         self._is_behind = self.needs_load = True
-        self._on_load_request(self)
+        self._loader.load(self)
 
     def close(self) -> None:
         """Stops following. Installed chunks stay. Idempotent."""
@@ -227,7 +227,7 @@ class InstanceFollower:
         if self._load is not None and self._load.term == term:
             self._abandon()
         if self.term == term:  # the instance may report to another coordinator now, so its chunks stay
-            self._mark_unsynced()
+            self._instances.mark_unsynced(self.instance)
 
     def _apply_entry(self, entry: LogEntry) -> bool:
         try:
@@ -263,10 +263,6 @@ class InstanceFollower:
     def _fail(self) -> None:
         self.failure_count += 1
         self.request_load()
-
-    def _mark_unsynced(self) -> None:
-        self.instance.synced = False
-        self._on_unsynced(self.instance)
 
     def _abandon(self) -> None:
         load, self._load = self._load, None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmkv_server.coordinator.core.layout_map import Change
@@ -33,46 +34,6 @@ class PendingEntry:
         return 128 + sum(size_of(change) for change in self.entry.changes)
 
 
-class Publication:
-    """One term of one instance; its report stream calls it. Passes each entry to `enqueue`, which must not wait."""
-
-    def __init__(self, owner: ChunkOwner, epoch: int, term: int, enqueue: Callable[[PendingEntry], None]) -> None:
-        self.owner = owner
-        self.epoch = epoch
-        self.term = term
-        self.is_complete = False
-        """Whether the snapshot has been published."""
-        self._enqueue: Callable[[PendingEntry], None] | None = enqueue
-
-    def publish_changes(self, changes: Sequence[Change], digests: Sequence[tuple[int, int, int]] = ()) -> None:
-        """Publishes chunks gained and lost; before `publish_complete` they are part of the snapshot."""
-        if changes or (digests and self.is_complete):
-            self._publish(EntryKind.CHANGES, changes, digests)
-
-    def publish_complete(self) -> None:
-        """Publishes that the snapshot is complete."""
-        self.is_complete = True
-        self._publish(EntryKind.COMPLETE)
-
-    def publish_gone(self) -> None:
-        """Publishes that the instance left, then closes."""
-        self._publish(EntryKind.GONE)
-        self.close()
-
-    def close(self) -> None:
-        """Stops publishing. Idempotent."""
-        self._enqueue = None
-
-    def _publish(
-        self, kind: EntryKind, changes: Sequence[Change] = (), digests: Sequence[tuple[int, int, int]] = ()
-    ) -> None:
-        if self._enqueue is None:
-            return
-        tenant, instance_id = self.owner
-        entry = LogEntry(kind, tenant, instance_id, self.epoch, self.term, list(changes), list(digests))
-        self._enqueue(PendingEntry(entry=entry, is_logged=kind is not EntryKind.CHANGES or self.is_complete))
-
-
 class Backlog:
     """Entries to write, in order within each shard, up to `limit_bytes`.
 
@@ -82,6 +43,8 @@ class Backlog:
     def __init__(self, limit_bytes: int = MAX_BACKLOG_BYTES) -> None:
         self.size_bytes = 0
         self.has_overflowed = False
+        self.added = asyncio.Event()
+        """Is set whenever an entry was added."""
         self._limit_bytes = limit_bytes
         self._by_shard: dict[int, deque[PendingEntry]] = {}
 
@@ -92,6 +55,7 @@ class Backlog:
 
     def put(self, pending: PendingEntry) -> None:
         """Adds an entry."""
+        self.added.set()
         if self.has_overflowed:
             return
         self.size_bytes += pending.size_bytes
@@ -114,3 +78,43 @@ class Backlog:
             if not queue:
                 del self._by_shard[shard]
         return batches
+
+
+class Publication:
+    """One term of one instance; its report stream calls it. Adds its entries to a backlog."""
+
+    def __init__(self, owner: ChunkOwner, epoch: int, term: int, backlog: Backlog) -> None:
+        self.owner = owner
+        self.epoch = epoch
+        self.term = term
+        self.is_complete = False
+        """Whether the snapshot has been published."""
+        self._backlog: Backlog | None = backlog
+
+    def publish_changes(self, changes: Sequence[Change], digests: Sequence[tuple[int, int, int]] = ()) -> None:
+        """Publishes chunks gained and lost; before `publish_complete` they are part of the snapshot."""
+        if changes or (digests and self.is_complete):
+            self._publish(EntryKind.CHANGES, changes, digests)
+
+    def publish_complete(self) -> None:
+        """Publishes that the snapshot is complete."""
+        self.is_complete = True
+        self._publish(EntryKind.COMPLETE)
+
+    def publish_gone(self) -> None:
+        """Publishes that the instance left, then closes."""
+        self._publish(EntryKind.GONE)
+        self.close()
+
+    def close(self) -> None:
+        """Stops publishing. Idempotent."""
+        self._backlog = None
+
+    def _publish(
+        self, kind: EntryKind, changes: Sequence[Change] = (), digests: Sequence[tuple[int, int, int]] = ()
+    ) -> None:
+        if self._backlog is None:
+            return
+        tenant, instance_id = self.owner
+        entry = LogEntry(kind, tenant, instance_id, self.epoch, self.term, list(changes), list(digests))
+        self._backlog.put(PendingEntry(entry=entry, is_logged=kind is not EntryKind.CHANGES or self.is_complete))

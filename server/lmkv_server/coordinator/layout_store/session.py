@@ -46,22 +46,16 @@ class Publisher:
     def __init__(self, store: ValkeyClient, on_refused: Callable[[ChunkOwner, int, str], None]) -> None:
         self._store = store
         self._on_refused = on_refused
-        self._backlog = Backlog()
+        self.backlog = Backlog()
         self._complete: dict[ChunkOwner, int] = {}
         """The newest term of each instance whose snapshot is published; cleared of others at each renewal."""
-        self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self.published_count = 0
         """Entries that were written."""
 
-    def enqueue(self, pending: PendingEntry) -> None:
-        """Schedules an entry for writing."""
-        self._backlog.put(pending)
-        self._wake.set()
-
     async def wait_for_room(self) -> None:
         """Waits, at most a second, while the backlog is more than half full."""
-        if not self._backlog.is_below_half:
+        if not self.backlog.is_below_half:
             self._room.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(ROOM_SECONDS):
@@ -70,15 +64,15 @@ class Publisher:
     async def run(self) -> None:
         """Writes until cancelled. Raises `StoreLost`, also when the backlog overflows."""
         while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while batches := self._backlog.take():
+            await self.backlog.added.wait()
+            self.backlog.added.clear()
+            while batches := self.backlog.take():
                 await all_of(self._publish(shard, batch) for shard, batch in batches.items())
-                if self._backlog.is_below_half:
+                if self.backlog.is_below_half:
                     self._room.set()
-                if self._backlog.size_bytes < MAX_BATCH_BYTES:  # else snapshots are being written
+                if self.backlog.size_bytes < MAX_BATCH_BYTES:  # else snapshots are being written
                     await asyncio.sleep(GATHER_SECONDS)
-            if self._backlog.has_overflowed:
+            if self.backlog.has_overflowed:
                 raise StoreLost("the backlog of publications overflowed")
 
     async def renew(self, publications: Callable[[], Iterable[Publication]], interval_seconds: float) -> None:
@@ -355,7 +349,7 @@ class Session:
 
     async def publish(self, owner: ChunkOwner, epoch: int) -> Publication:
         """Starts a new term of an instance. Raises `StoreLost`."""
-        return Publication(owner, epoch, await self._store.next_term(owner), self.publisher.enqueue)
+        return Publication(owner, epoch, await self._store.next_term(owner), self.publisher.backlog)
 
     # --- LogListener ---------------------------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ installed as a whole, then changes in sequence. Called by handlers and the sweep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 from lmkv.errors import BadChunkKey, BadMessage, Full, ResyncRequired
 from lmkv.internal.v1 import report_service_pb2
@@ -12,7 +13,7 @@ from lmkv.keys import KEY_BYTES, Digest, check_keys, check_prefix_digests
 from lmkv_server.coordinator.core.instances import Instance, Instances, JoinAdmission, TenantAdmission
 from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, Change, LayoutMap, Snapshot, tier_number
 from lmkv_server.coordinator.core.models import InstanceInfo
-from lmkv_server.coordinator.layout_store.follower import InstanceFollower
+from lmkv_server.coordinator.layout_store.follower import ChunkLoader, InstanceFollower
 from lmkv_server.coordinator.layout_store.publication import Publication
 from lmkv_server.coordinator.layout_store.records import FINGERPRINT_BYTES
 
@@ -166,6 +167,13 @@ RETURN_SECONDS = 1.0
 """An instance whose registration was deferred is expected within this time after its turn."""
 
 
+class DepartureListener(Protocol):
+    """Learns of each instance that leaves or expires. `PendingOrders`, on a higher floor, is one."""
+
+    def drop_instance(self, instance_id: str) -> None:
+        """The instance left."""
+
+
 class Registry:
     """The fleet as the coordinator knows it. Soft state: nodes report it again after a restart."""
 
@@ -175,10 +183,9 @@ class Registry:
         lease_ttl: float,
         now: float,
         revision: int = 0,
-        on_gone: Callable[[str], None] = lambda _: None,
+        departures: DepartureListener | None = None,
         admission: TenantAdmission | None = None,
     ) -> None:
-        """`on_gone` is called with the id of each instance that leaves or expires."""
         self.instances = Instances(lease_ttl)
         self.layout = LayoutMap(revision)
         self.publications: dict[str, Publication] = {}
@@ -186,10 +193,8 @@ class Registry:
         self.followers: dict[str, InstanceFollower] = {}
         """Followers of the instances that report to another coordinator, by id, if the layout map is shared."""
         self._complete_time = now + lease_ttl
-        self._on_gone = on_gone
+        self._departures = departures
         self.admission = admission or JoinAdmission().of()
-        self._unsynced: dict[str, Instance] = {}
-        """Instances that were not synced at the last check."""
 
     def register(self, info: InstanceInfo, now: float, secret: bytes = b"") -> Instance:
         """Registers an instance; a newer epoch replaces an older one and its chunks.
@@ -205,8 +210,7 @@ class Registry:
         if before is not None and before is not instance:
             self._forget(before)
         if joins:
-            instance.synced = False
-            self._unsynced[info.instance_id] = instance
+            self.instances.mark_unsynced(instance)
             self.admission.admit(instance)
         return instance
 
@@ -222,23 +226,19 @@ class Registry:
         self._unfollow(instance_id)
         if publication is not None:
             self.publications[instance_id] = publication
-        self._mark_unsynced(instance)
+        self.instances.mark_unsynced(instance)
         return self._begin_stream(instance, now, self.layout.stage(instance_id), publication)
 
-    def follow(
-        self, instance_id: str, epoch: int, now: float, load: Callable[[InstanceFollower], None]
-    ) -> ReportStream:
+    def follow(self, instance_id: str, epoch: int, now: float, loader: ChunkLoader) -> ReportStream:
         """Opens a stream of an instance that reports its chunks to another coordinator, which publishes them.
 
-        `load` is called whenever they have to be loaded. Raises `InstanceNotFound`, `StaleEpoch`.
+        `loader` loads them whenever that is necessary. Raises `InstanceNotFound`, `StaleEpoch`.
         """
         instance = self.instances.get(instance_id, epoch)
         self.unpublish(instance_id)
         follower = self.followers.get(instance_id)
         if follower is None:
-            self.followers[instance_id] = follower = InstanceFollower(
-                self.layout, instance, on_load_request=load, on_unsynced=self._mark_unsynced
-            )
+            self.followers[instance_id] = follower = InstanceFollower(self.instances, self.layout, instance, loader)
             follower.request_load()
         elif follower.is_current:
             instance.synced = True
@@ -256,7 +256,7 @@ class Registry:
         for instance_id in list(self.publications):
             self.unpublish(instance_id)
         for instance_id, follower in list(self.followers.items()):
-            self._mark_unsynced(follower.instance)
+            self.instances.mark_unsynced(follower.instance)
             self._unfollow(instance_id)
 
     def deregister(self, instance_id: str, epoch: int) -> Instance:
@@ -274,19 +274,11 @@ class Registry:
 
     def is_partial(self, now: float) -> bool:
         """Whether instances may hold more than the layout map lists: some have not reported their snapshot yet."""
-        while self._unsynced:  # does not read all instances: every lookup calls it
-            instance_id, instance = next(reversed(self._unsynced.items()))
-            if not instance.synced:
-                return True
-            del self._unsynced[instance_id]
-        return now < self._complete_time
+        return self.instances.has_unsynced() or now < self._complete_time
 
     def check(self) -> None:
         """Asserts the invariants. Reads everything: for tests."""
         self.instances.check()
-        not_synced = {instance.info.instance_id for instance in self.instances if not instance.synced}
-        assert not_synced <= self._unsynced.keys()
-        assert all(self.instances.find(instance_id) is one for instance_id, one in self._unsynced.items())
         assert self.publications.keys().isdisjoint(self.followers)
         assert all(self.instances.find(instance_id) is one.instance for instance_id, one in self.followers.items())
         self.layout.check()
@@ -314,10 +306,6 @@ class Registry:
         instance.stream = stream = ReportStream(self.instances, self.layout, instance, staged, publication)
         return stream
 
-    def _mark_unsynced(self, instance: Instance) -> None:
-        instance.synced = False
-        self._unsynced[instance.info.instance_id] = instance
-
     def _unfollow(self, instance_id: str) -> None:
         follower = self.followers.pop(instance_id, None)
         if follower is not None:
@@ -330,9 +318,9 @@ class Registry:
         publication = self.publications.pop(instance.info.instance_id, None)
         if publication is not None:
             publication.publish_gone()
-        self._unsynced.pop(instance.info.instance_id, None)
         self.layout.drop_instance(instance.info.instance_id)
-        self._on_gone(instance.info.instance_id)
+        if self._departures:
+            self._departures.drop_instance(instance.info.instance_id)
 
     def _end_stream(self, instance: Instance) -> None:
         if isinstance(instance.stream, ReportStream):

@@ -171,7 +171,7 @@ class ReportService(pb_grpc.ReportServiceServicer):
         if report.reported_elsewhere:
             if not self._layout_store.map_id:
                 raise ResyncRequired("this coordinator shares no layout map; report the chunks to it")
-            return self._registry.follow(instance_id, epoch, time.monotonic(), self._layout_store.load)
+            return self._registry.follow(instance_id, epoch, time.monotonic(), self._layout_store)
         publication = await self._layout_store.publish(instance_id, epoch)
         if self._outboxes.get(instance_id) is not outbox:
             raise ResyncRequired(f"another stream of instance {instance_id!r} replaced this one")

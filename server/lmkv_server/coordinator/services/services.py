@@ -58,7 +58,7 @@ class Services:
             lease_ttl=config.lease_ttl,
             now=time.monotonic(),
             revision=time.time_ns() // 1_000,
-            on_gone=orders.drop_instance,
+            departures=orders,
             admission=(admission or JoinAdmission()).of(tenant),
         )
         self.history = History()

@@ -58,7 +58,7 @@ class EngineHandoffs:
         self._running[handoff.handoff_id] = handoff.engine_request_id
         if self._senders is None:
             alone = Unreachable("this node has no peers: set enable_p2p")
-            self._ended(HandoffResult(handoff_id=handoff.handoff_id, error=alone))
+            self.handed(HandoffResult(handoff_id=handoff.handoff_id, error=alone))
             return
         prompt = HandedPrompt(
             handoff_id=handoff.handoff_id,
@@ -66,7 +66,7 @@ class EngineHandoffs:
             chunk_keys=keys,
             token_count=handoff.token_count,
         )
-        self._senders.start(prompt, handoff.decode_instance_id, self._ended, handoff.traceparent)
+        self._senders.start(prompt, handoff.decode_instance_id, self, handoff.traceparent)
 
     def end(self, ended: pb.EndHandoff) -> None:
         """No chunk of it will be committed any more."""
@@ -87,14 +87,15 @@ class EngineHandoffs:
                 self._senders.cancel(handoff_id)
         self._running.clear()
 
-    def _ended(self, handed: HandoffResult) -> None:
+    def handed(self, result: HandoffResult) -> None:
+        """Tells the engine how a handoff has ended."""
         message = pb.HandedChunks(
-            handoff_id=handed.handoff_id,
-            engine_request_id=self._running.pop(handed.handoff_id, ""),
-            chunk_count=handed.chunk_count,
-            transferred_bytes=handed.size_bytes,
-            transfer_duration=Duration(seconds=int(handed.seconds), nanos=int(handed.seconds % 1 * 1e9)),
-            status=rpc.to_status(handed.error) if handed.error else None,
+            handoff_id=result.handoff_id,
+            engine_request_id=self._running.pop(result.handoff_id, ""),
+            chunk_count=result.chunk_count,
+            transferred_bytes=result.size_bytes,
+            transfer_duration=Duration(seconds=int(result.seconds), nanos=int(result.seconds % 1 * 1e9)),
+            status=rpc.to_status(result.error) if result.error else None,
         )
         self._outbox.put(pb.Event(handed=message))
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from lmkv import telemetry
 from lmkv.errors import BadMessage, Full, GrantNotFound, LmkvError, Unreachable, WrongInstance
@@ -258,6 +259,13 @@ class SenderStats:
     """Bytes that the decodes' nodes have read."""
 
 
+class HandoffEngine(Protocol):
+    """The engine whose chunks a handoff sends. `EngineHandoffs`, on a higher floor, is one."""
+
+    def handed(self, result: HandoffResult) -> None:
+        """A handoff has ended."""
+
+
 class HandoffSenders:
     """The running handoffs. One event loop owns it; to be used as an async context manager."""
 
@@ -304,17 +312,17 @@ class HandoffSenders:
         self,
         prompt: HandedPrompt,
         decode_instance_id: str,
-        on_end: Callable[[HandoffResult], None],
+        engine: HandoffEngine,
         traceparent: str = "",
     ) -> None:
-        """Begins a handoff; `on_end` is called with its result: at once if it is refused."""
+        """Begins a handoff; `engine` is given its result, at once if it is refused."""
         handoff_id = prompt.handoff_id
         if error := self._refusal(handoff_id):
-            on_end(HandoffResult(handoff_id=handoff_id, error=error))
+            engine.handed(HandoffResult(handoff_id=handoff_id, error=error))
             return
         sender = HandoffSender(self._context, prompt, decode_instance_id)
         span = telemetry.follow("lmkv.handoff", traceparent, handoff_id=handoff_id, asked_chunks=len(prompt.chunk_keys))
-        running = self._run(sender, handoff_id, decode_instance_id, on_end, span)
+        running = self._run(sender, handoff_id, decode_instance_id, engine, span)
         task = asyncio.create_task(running, name=f"lmkv-handoff-{handoff_id}")
         self._running[handoff_id] = sender, task
         task.add_done_callback(lambda _: self._ended(handoff_id))
@@ -366,7 +374,7 @@ class HandoffSenders:
         sender: HandoffSender,
         handoff_id: str,
         decode_instance_id: str,
-        on_end: Callable[[HandoffResult], None],
+        engine: HandoffEngine,
         span: Span,
     ) -> None:
         with span:
@@ -381,4 +389,4 @@ class HandoffSenders:
             failed_count=self._stats.failed_count + (result.error is not None),
             sent_bytes=self._stats.sent_bytes + result.size_bytes,
         )
-        on_end(result)
+        engine.handed(result)

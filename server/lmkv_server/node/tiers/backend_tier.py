@@ -29,12 +29,10 @@ if TYPE_CHECKING:  # it needs `cryptography`, which is optional
 class TierWriter:
     """The chunks to write. One event loop owns it; `run` it once for each thread of each backend."""
 
-    def __init__(self, backends: Sequence[Backend[Any]], cache: HostCache, has: Callable[[ChunkKey], bool]) -> None:
-        """`has`: whether the secondary tier is known to hold a chunk."""
+    def __init__(self, backends: Sequence[Backend[Any]], cache: HostCache) -> None:
         self._backends = backends
         self._tier = cache.tier
         self._pool = cache.pool
-        self._has = has
         self._waiting: dict[ChunkKey, Chunk] = {}  # oldest first
         self._writing: dict[Chunk, bool] = {}  # and whether it is still wanted; as many as there are threads at most
         self._flushed = asyncio.Event()
@@ -64,9 +62,13 @@ class TierWriter:
         if tier == HOST and self._waiting.pop(chunk.key, None) is not None:
             self._skipped_count += 1
 
+    def has(self, key: ChunkKey) -> bool:
+        """Whether a backend is known to hold the chunk."""
+        return any(backend.find(key) for backend in self._backends)
+
     def add(self, chunk: Chunk) -> None:
         """Queues a chunk of the host tier, unless the secondary tier holds it or no backend is open."""
-        if any(backend.health.is_open for backend in self._backends) and not self._has(chunk.key):
+        if any(backend.health.is_open for backend in self._backends) and not self.has(chunk.key):
             self._waiting[chunk.key] = chunk
             self._flushed.clear()
             self._wake()
@@ -108,7 +110,7 @@ class TierWriter:
         return self._waiting.pop(chunk.key)
 
     async def _write(self, backend: Backend[Any], chunk: Chunk) -> None:
-        if self._has(chunk.key):
+        if self.has(chunk.key):
             return
         self._tier.hold([chunk])  # for good if this is cancelled: the thread continues to read
         self._writing[chunk] = True
@@ -144,7 +146,7 @@ class BackendTier(Generic[C]):
     ) -> None:
         """`encryption` is what the backends encrypt with, for the tier's counts."""
         self.name = name
-        self.writer = TierWriter(backends, cache, self.has)
+        self.writer = TierWriter(backends, cache)
         self.reader: TierReader[C] = TierReader(backends, cache)
         self.tier = cache.tier
         self._events = cache.events
@@ -224,7 +226,7 @@ class BackendTier(Generic[C]):
 
     def has(self, key: ChunkKey) -> bool:
         """Whether a backend is known to hold the chunk."""
-        return any(backend.find(key) for backend in self._backends)
+        return self.writer.has(key)
 
     async def read(self, progress: Progress, _presence: Presence, timeout_seconds: float, /) -> LmkvError | None:
         """Reads all missing chunks that a backend is known to hold. A chunk that fails is a miss, not an error."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lmkv.keys import Digest
-from lmkv_server.coordinator.core.instances import Instance
+from lmkv_server.coordinator.core.instances import Instance, Instances
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap
 from lmkv_server.coordinator.core.models import InstanceInfo
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
@@ -13,21 +13,26 @@ KEY, OTHER = b"a" * 16, b"b" * 16
 EPOCH, TERM, TIER = 7, 3, 1
 
 
+class CountedLoads:
+    """Counts the requested loads."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def load(self, _follower: InstanceFollower) -> None:
+        self.count += 1
+
+
 class Parts:
     """A follower that has loaded an instance which held nothing."""
 
     def __init__(self) -> None:
         self.layout = LayoutMap()
         self.instance = Instance(InstanceInfo(instance_id="a", epoch=EPOCH, peer_address="h:1"), 0.0, 1.0)
-        self.wanted = 0
-        self.follower = InstanceFollower(
-            self.layout, self.instance, on_load_request=self._want, on_unsynced=lambda _: None
-        )
+        self.loads = CountedLoads()
+        self.follower = InstanceFollower(Instances(1.0), self.layout, self.instance, loader=self.loads)
         self.follower.request_load()
         self.load()
-
-    def _want(self, _: InstanceFollower) -> None:
-        self.wanted += 1
 
     def load(self, term: int = TERM) -> None:
         """Loads what it holds: nothing."""
@@ -59,10 +64,10 @@ def test_a_wrong_digest_is_described_and_the_instance_is_loaded_again_until_it_h
     wrong = parts.layout.digest("b", TIER)
     parts.handle_entry(wrong)
     assert parts.follower.difference == ("instance a holds 2 chunks in tier 1, the layout map has 1, or other keys")
-    assert (parts.wanted, parts.follower.needs_resync, parts.instance.synced) == (2, False, False)
+    assert (parts.loads.count, parts.follower.needs_resync, parts.instance.synced) == (2, False, False)
     parts.load()
     parts.handle_entry(wrong)
-    assert (parts.wanted, parts.follower.needs_resync, parts.instance.synced) == (3, True, False)
+    assert (parts.loads.count, parts.follower.needs_resync, parts.instance.synced) == (3, True, False)
 
 
 def test_who_missed_something_and_finds_nothing_to_load_is_behind_until_there_is_something() -> None:
@@ -71,5 +76,5 @@ def test_who_missed_something_and_finds_nothing_to_load_is_behind_until_there_is
     assert not parts.follower.set_term(parts.follower.begin_load(), None)
     assert not parts.follower.is_current
     parts.follower.handle_entry(LogEntry(EntryKind.COMPLETE, "", "a", EPOCH, TERM + 1))
-    assert parts.wanted == 3
+    assert parts.loads.count == 3
     parts.load(TERM + 1)

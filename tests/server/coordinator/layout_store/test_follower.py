@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmkv.keys import ChunkKey, digest, join_keys
-from lmkv_server.coordinator.core.instances import Instance
+from lmkv_server.coordinator.core.instances import Instance, Instances
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap
 from lmkv_server.coordinator.core.models import InstanceInfo
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower, SnapshotLoad
+from lmkv_server.coordinator.layout_store.layout_store import NoSharedStore
 from lmkv_server.coordinator.layout_store.records import MARKER, EntryKind, LogEntry, LogPosition
 
 TIER, EPOCH, CHUNK_SIZE = 2, 7, 16
@@ -49,9 +50,7 @@ class Following(RuleBasedStateMachine):
         self.layout = LayoutMap()
         said = InstanceInfo(instance_id="a", epoch=EPOCH, peer_address="host:1")
         self.instance = Instance(said, 0.0, 1.0)
-        self.follower = InstanceFollower(
-            self.layout, self.instance, on_load_request=lambda _: None, on_unsynced=lambda _: None
-        )
+        self.follower = InstanceFollower(Instances(1.0), self.layout, self.instance, NoSharedStore())
 
     @initialize()
     def begin(self) -> None:
@@ -233,7 +232,7 @@ TestFollowing.settings = settings(max_examples=60, stateful_step_count=40, deadl
 def test_what_another_epoch_of_the_instance_held_is_not_loaded() -> None:
     layout = LayoutMap()
     instance = Instance(InstanceInfo(instance_id="a", epoch=EPOCH, peer_address="host:1"), 0.0, 1.0)
-    follower = InstanceFollower(layout, instance, on_load_request=lambda _: None, on_unsynced=lambda _: None)
+    follower = InstanceFollower(Instances(1.0), layout, instance, NoSharedStore())
     follower.request_load()
     for epoch in (EPOCH - 1, EPOCH + 1):
         load = follower.begin_load()
@@ -247,7 +246,7 @@ def test_what_another_epoch_of_the_instance_held_is_not_loaded() -> None:
 def following(chunks: Mapping[ChunkKey, int]) -> InstanceFollower:
     """A follower that has loaded a snapshot."""
     instance = Instance(InstanceInfo(instance_id="a", epoch=EPOCH, peer_address="host:1"), 0.0, 1.0)
-    follower = InstanceFollower(LayoutMap(), instance, on_load_request=lambda _: None, on_unsynced=lambda _: None)
+    follower = InstanceFollower(Instances(1.0), LayoutMap(), instance, NoSharedStore())
     follower.request_load()
     load = follower.begin_load()
     assert follower.set_term(load, (3, EPOCH))

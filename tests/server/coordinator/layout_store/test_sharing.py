@@ -27,7 +27,7 @@ from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.layout_map import Change
 from lmkv_server.coordinator.layout_store import session, shared_map
-from lmkv_server.coordinator.layout_store.publication import Backlog, PendingEntry, Publication
+from lmkv_server.coordinator.layout_store.publication import Backlog, Publication
 from lmkv_server.coordinator.layout_store.records import SHARD_COUNT, ChunkOwner
 from lmkv_server.coordinator.layout_store.session import Publisher
 from lmkv_server.coordinator.layout_store.valkey_client import TERM_SECONDS, UNUSED_SECONDS
@@ -182,9 +182,9 @@ async def test_what_a_home_publishes_that_stood_still_is_ignored(
     home, other = pair
     async with ScriptedNode("a", addresses(*pair), chunks_of("a", 100)) as node:
         await all_know(node, *pair)
-        late: list[PendingEntry] = []
+        late = Backlog()
         before = home.tenants.unnamed.core.publications["a"]
-        thawed = Publication(before.owner, before.epoch, before.term, late.append)
+        thawed = Publication(before.owner, before.epoch, before.term, late)
         node.prefer(other.address)
         await all_know(node, *pair)
         await until(lambda: "a" in other.tenants.unnamed.core.publications)
@@ -194,7 +194,7 @@ async def test_what_a_home_publishes_that_stood_still_is_ignored(
         thawed.publish_complete()
         thawed.publish_gone()
         store = await connected(server.url)
-        assert await store.publish(before.owner.shard, late) == [b"fenced"] * 3
+        assert await store.publish(before.owner.shard, late.take()[before.owner.shard]) == [b"fenced"] * 3
         await store.aclose()
         node.admit(chunks_of("after", 5))
         await all_know(node, *pair)
@@ -317,19 +317,19 @@ async def test_a_publisher_that_waits_for_space_continues_once_there_is_some(
     monkeypatch.setattr(session, "ROOM_SECONDS", 600.0)
     store = await connected(server.url)
     publisher = Publisher(store, lambda *_: None)
-    publisher._backlog = Backlog(limit_bytes=1 << 20)
+    publisher.backlog = Backlog(limit_bytes=1 << 20)
     owner = ChunkOwner("", "a")
-    published = Publication(owner, 1, await store.next_term(owner), publisher.enqueue)
+    published = Publication(owner, 1, await store.next_term(owner), publisher.backlog)
     published.publish_complete()
     for number in range(8):
         keys = join_keys(chunks_of(f"{number}", 5000))
         published.publish_changes([Change(2, b"f" * 16, 16, keys, {}, b"")])
-    assert not publisher._backlog.is_below_half
+    assert not publisher.backlog.is_below_half
     waiting = asyncio.create_task(publisher.wait_for_room())
     await asyncio.sleep(0)
     publishing = asyncio.create_task(publisher.run())
     await asyncio.wait_for(waiting, WAIT_SECONDS)
-    assert publisher._backlog.is_below_half
+    assert publisher.backlog.is_below_half
     publishing.cancel()
     await asyncio.gather(publishing, return_exceptions=True)
     await store.aclose()
@@ -341,7 +341,7 @@ async def test_a_publisher_forgets_the_instances_that_have_left(server: RedisSer
     open_publications: list[Publication] = []
     for number in range(20):
         owner = ChunkOwner("", f"visitor-{number}")
-        open_publications.append(Publication(owner, 1, await store.next_term(owner), publisher.enqueue))
+        open_publications.append(Publication(owner, 1, await store.next_term(owner), publisher.backlog))
         open_publications[-1].publish_complete()
     publishing = asyncio.create_task(publisher.run())
     renewing = asyncio.create_task(publisher.renew(lambda: open_publications, 0.01))
@@ -419,13 +419,12 @@ async def test_persistently_different_digests_cause_a_snapshot(
     async with ScriptedNode("a", addresses(*pair), chunks_of("a", 100)) as node:
         await all_know(node, *pair)
         term = home.tenants.unnamed.core.publications["a"].term
-        entries: list[PendingEntry] = []
-        lossy = Publication(ChunkOwner("", "a"), node.epoch, term, entries.append)
+        entries = Backlog()
+        lossy = Publication(ChunkOwner("", "a"), node.epoch, term, entries)
         lossy.publish_changes([Change(2, LLAMA.fingerprint, 16, b"", {}, join_keys(chunks_of("a", 10)))])
         store = await connected(server.url)
-        await store.publish(
-            ChunkOwner("", "a").shard, entries
-        )  # the log says nothing of it, as after a failover that lost some
+        await store.publish(lossy.owner.shard, entries.take()[lossy.owner.shard])
+        # the log says nothing of it, as after a failover that lost some
         await store.aclose()
         other.tenants.unnamed.core.followers["a"].request_load()
         await until(lambda: len(held(other, "a", list(node.chunks))) == 90)
@@ -505,10 +504,10 @@ async def test_answers_are_partial_until_what_is_reported_elsewhere_is_known(sta
         assert core.is_partial(now)
         store = await connected(server.url)
         owner = ChunkOwner("", "a")
-        entries: list[PendingEntry] = []
-        publication = Publication(owner, 1, await store.next_term(owner), entries.append)
+        entries = Backlog()
+        publication = Publication(owner, 1, await store.next_term(owner), entries)
         publication.publish_complete()
-        await store.publish(owner.shard, entries)
+        await store.publish(owner.shard, entries.take()[owner.shard])
         await store.aclose()
         await until(lambda: not core.is_partial(now))
         stream.cancel()

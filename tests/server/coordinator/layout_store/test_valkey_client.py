@@ -11,7 +11,7 @@ from lmkv.config.remote_url import parse_remote_url
 from lmkv.errors import ConfigError
 from lmkv_server.coordinator.core.layout_map import Change
 from lmkv_server.coordinator.layout_store.layout_store import StoreLost
-from lmkv_server.coordinator.layout_store.publication import PendingEntry, Publication
+from lmkv_server.coordinator.layout_store.publication import Backlog, PendingEntry, Publication
 from lmkv_server.coordinator.layout_store.records import (
     MAX_ENTRY_BYTES,
     ChunkOwner,
@@ -47,12 +47,11 @@ class RecordedPublication:
     """A publication, and the entries that it has not sent yet."""
 
     def __init__(self, term: int) -> None:
-        self.notes: list[PendingEntry] = []
-        self.publication = Publication(OWNER, EPOCH, term, self.notes.append)
+        self.backlog = Backlog()
+        self.publication = Publication(OWNER, EPOCH, term, self.backlog)
 
     def take(self) -> list[PendingEntry]:
-        taken, self.notes[:] = list(self.notes), []
-        return taken
+        return self.backlog.take().get(OWNER.shard, [])
 
 
 async def held(store: ValkeyClient, term: int) -> dict[bytes, int]:

@@ -15,6 +15,7 @@ from lmkv.tiers import HOST
 from lmkv_kernels import ChunkTable
 from lmkv_server.coordinator.core.instances import JoinAdmission
 from lmkv_server.coordinator.core.models import InstanceInfo
+from lmkv_server.coordinator.layout_store.layout_store import NoSharedStore
 from lmkv_server.coordinator.layout_store.records import MARKER
 from lmkv_server.coordinator.registry.registry import Registry, ReportStream
 from tests.support.specs import make_spec
@@ -282,7 +283,7 @@ def test_an_instance_that_reports_its_chunks_elsewhere_leaves_room_to_join() -> 
     joined(registry)
     with pytest.raises(Full):
         joined(registry, "b")
-    registry.follow("a", 1, 0, lambda _: None)
+    registry.follow("a", 1, 0, NoSharedStore())
     joined(registry, "b")
 
 
@@ -290,7 +291,7 @@ def test_an_instance_that_reports_elsewhere_and_returns_is_synced_if_all_that_it
     """Else answers would be partial for good: nothing more is loaded."""
     registry = Registry(lease_ttl=3, now=-100)
     joined(registry)
-    registry.follow("a", 1, 0, lambda _: None)
+    registry.follow("a", 1, 0, NoSharedStore())
     assert registry.is_partial(0)
     follower = registry.followers["a"]
     load = follower.begin_load()
@@ -302,5 +303,5 @@ def test_an_instance_that_reports_elsewhere_and_returns_is_synced_if_all_that_it
     registry.instances.get("a", 1).stream = None
     registry.register(InstanceInfo(instance_id="a", epoch=1, peer_address="host:1000", specs=(SPEC,)), 1)
     assert registry.is_partial(1)
-    registry.follow("a", 1, 1, lambda _: None)
+    registry.follow("a", 1, 1, NoSharedStore())
     assert not registry.is_partial(1)
