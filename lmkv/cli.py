@@ -90,6 +90,15 @@ class Command:
     """Example command lines, shown by `--help`."""
 
 
+def subcommand(*, run: str, examples: str = "") -> Callable[[Callable[[argparse.ArgumentParser], None]], Command]:
+    """Makes a `Command` of the function that adds its arguments, and gives it that function's name."""
+
+    def make(add_arguments: Callable[[argparse.ArgumentParser], None]) -> Command:
+        return Command(name=add_arguments.__name__, add_arguments=add_arguments, run=run, examples=examples)
+
+    return make
+
+
 Loader = Callable[[], Command]
 
 

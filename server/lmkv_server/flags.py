@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from lmkv.cli import Command
+from lmkv.cli import Command, subcommand
 from lmkv.config import CoordinatorConfig, NodeConfig, PickerConfig, ProxyConfig, WebhookConfig, add_arguments
 
 coordinator = Command(
     name="coordinator",
     add_arguments=partial(add_arguments, cls=CoordinatorConfig),
-    run="lmkv_server.coordinator.command:run",
+    run="lmkv_server.commands:coordinator",
     examples=(
         "  lmkv coordinator                          serve on 127.0.0.1:9000\n"
         "  lmkv coordinator --host 0.0.0.0 --port 9100"
@@ -19,7 +19,8 @@ coordinator = Command(
 )
 
 
-def _add_node_arguments(parser: argparse.ArgumentParser) -> None:
+@subcommand(run="lmkv_server.commands:node")
+def node(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser, NodeConfig)
     parser.add_argument(
         "--linger", action="store_true", help="exit once no engine has been attached for node_linger seconds"
@@ -31,16 +32,10 @@ def _add_node_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-node = Command(
-    name="node",
-    add_arguments=_add_node_arguments,
-    run="lmkv_server.node.command:run",
-)
-
 proxy = Command(
     name="proxy",
     add_arguments=partial(add_arguments, cls=ProxyConfig),
-    run="lmkv_server.proxy.command:run",
+    run="lmkv_server.commands:proxy",
     examples=(
         "  lmkv proxy --prefiller-port 7100 --decoder-port 7200     one prefill and one decode engine, on this host\n"
         "  lmkv proxy --num-prefillers 2 --num-decoders 3           at ports 7100, 7101 and 7200, 7201, 7202\n"
@@ -52,7 +47,7 @@ proxy = Command(
 picker = Command(
     name="picker",
     add_arguments=partial(add_arguments, cls=PickerConfig),
-    run="lmkv_server.proxy.picker.command:run",
+    run="lmkv_server.commands:picker",
     examples=(
         "  lmkv picker --host 0.0.0.0 --coordinator lmkv-coordinator:9000 --engine http://vllm.default.svc:8000\n"
         "  lmkv picker --policy least_loaded --engine http://10.0.0.7:8000 --engine http://10.0.0.8:8000"
@@ -62,6 +57,6 @@ picker = Command(
 webhook = Command(
     name="webhook",
     add_arguments=partial(add_arguments, cls=WebhookConfig),
-    run="lmkv_server.webhook.command:run",
+    run="lmkv_server.commands:webhook",
     examples="  lmkv webhook --pod-additions pods.yaml --tls-cert tls.crt --tls-key tls.key",
 )

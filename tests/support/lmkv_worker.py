@@ -10,11 +10,10 @@ import sys
 import uvloop  # noqa: F401
 import yaml  # noqa: F401
 
+import lmkv_server.commands
 import lmkv_server.coordinator.coordinator
 import lmkv_server.coordinator.operations.audit
-import lmkv_server.node.command
 import lmkv_server.node.node
-import lmkv_server.proxy.command
 import lmkv_server.proxy.proxy  # noqa: F401
 from tests.support.fork_server import run_module, serve
 

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmkv.cli import Command
+from lmkv.cli import Command, subcommand
 from lmkv.errors import BadRequest
 from lmkv.hints import HintAction
 from lmkv.units import parse_seconds
@@ -100,15 +100,7 @@ def add_timeout_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_lookup_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv lookup`."""
-    add_chunk_arguments(parser)
-    add_common_arguments(parser)
-
-
-lookup = Command(
-    name="lookup",
-    add_arguments=_add_lookup_arguments,
+@subcommand(
     run="lmkv_client.commands.prompts:look_up",
     examples="""\
   lmkv lookup --tokens 128000,849,21435,279
@@ -116,29 +108,33 @@ lookup = Command(
   curl -s localhost:8000/tokenize -d '{"prompt": "Hi"}' | jq .tokens | lmkv lookup --tokens-file -
   lmkv lookup --tokens-file prompt.json --model llama --coordinator 10.0.0.5:9000 --json""",
 )
-
-
-def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv explain`."""
-    parser.add_argument("--request", metavar="ID", default="", help="an engine's id of a request, or a part of it")
-    parser.add_argument("--instance", metavar="INSTANCE", default="", help="ask this instance only")
-    add_chunk_arguments(parser, required=False)
+def lookup(parser: argparse.ArgumentParser) -> None:
+    add_chunk_arguments(parser)
     add_common_arguments(parser)
 
 
-explain = Command(
-    name="explain",
-    add_arguments=_add_explain_arguments,
+@subcommand(
     run="lmkv_client.commands.prompts:explain",
     examples="""\
   lmkv explain --tokens-file prompt.json
   lmkv explain --prompt "Explain the significance of KV cache." --model /models/llama --instance lmkv-1
   lmkv explain --request cmpl-4f1c                 a request by the id in its answer, as its engine reports it""",
 )
+def explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--request", metavar="ID", default="", help="an engine's id of a request, or a part of it")
+    parser.add_argument("--instance", metavar="INSTANCE", default="", help="ask this instance only")
+    add_chunk_arguments(parser, required=False)
+    add_common_arguments(parser)
 
 
-def _add_hint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv hint`."""
+@subcommand(
+    run="lmkv_client.commands.prompts:hint",
+    examples="""\
+  lmkv hint prefetch --at lmkv-1 --tokens-file session.json
+  lmkv hint retain --at lmkv-1 --ttl 10m --priority 80 --tokens-file session.json
+  lmkv hint evict --at lmkv-1 --prompt "You are a helpful assistant." --model /models/llama --json""",
+)
+def hint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=[action.value for action in HintAction], help="what to do with the chunks")
     parser.add_argument("--at", metavar="INSTANCE", required=True, help="instance that carries it out")
     parser.add_argument(
@@ -155,19 +151,14 @@ def _add_hint_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser)
 
 
-hint = Command(
-    name="hint",
-    add_arguments=_add_hint_arguments,
-    run="lmkv_client.commands.prompts:hint",
+@subcommand(
+    run="lmkv_client.commands.prompts:pin",
     examples="""\
-  lmkv hint prefetch --at lmkv-1 --tokens-file session.json
-  lmkv hint retain --at lmkv-1 --ttl 10m --priority 80 --tokens-file session.json
-  lmkv hint evict --at lmkv-1 --prompt "You are a helpful assistant." --model /models/llama --json""",
+  lmkv pin --at lmkv-1 --tokens 128000,849,21435,279
+  lmkv pin --at lmkv-1/host --ttl 10m --prompt "You are a helpful assistant." --model /models/llama
+  lmkv pin --at lmkv-1 --tokens-file system-prompt.json --json | jq -r .pin.pin_id""",
 )
-
-
-def _add_pin_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv pin`."""
+def pin(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--at",
         metavar="INSTANCE[/TIER]",
@@ -182,23 +173,6 @@ def _add_pin_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser)
 
 
-def _add_unpin_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv unpin`."""
-    parser.add_argument("pin_id", metavar="PIN", help="id of the pin, as `lmkv pin` and `lmkv pins` print it")
-    add_common_arguments(parser)
-
-
-pin = Command(
-    name="pin",
-    add_arguments=_add_pin_arguments,
-    run="lmkv_client.commands.prompts:pin",
-    examples="""\
-  lmkv pin --at lmkv-1 --tokens 128000,849,21435,279
-  lmkv pin --at lmkv-1/host --ttl 10m --prompt "You are a helpful assistant." --model /models/llama
-  lmkv pin --at lmkv-1 --tokens-file system-prompt.json --json | jq -r .pin.pin_id""",
-)
-
-
 pins = Command(
     name="pins",
     add_arguments=add_common_arguments,
@@ -207,12 +181,13 @@ pins = Command(
 )
 
 
-unpin = Command(
-    name="unpin",
-    add_arguments=_add_unpin_arguments,
+@subcommand(
     run="lmkv_client.commands.prompts:unpin",
     examples="  lmkv unpin lmkv-1/0123456789abcdef",
 )
+def unpin(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pin_id", metavar="PIN", help="id of the pin, as `lmkv pin` and `lmkv pins` print it")
+    add_common_arguments(parser)
 
 
 def _add_move_arguments(parser: argparse.ArgumentParser) -> None:
@@ -253,8 +228,22 @@ copy = Command(
 )
 
 
-def _add_clear_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv clear`."""
+@subcommand(
+    run="lmkv_client.commands.operations:clear",
+    examples=f"""\
+  lmkv clear --tokens 128000,849,21435,279              one prompt, wherever it is
+  lmkv clear --model llama --dry-run                    how much of a model there is
+  lmkv clear --model llama --weight-version 41          what old weights have computed
+  lmkv clear --model llama --keep-weight-version 42     what all other weights have computed
+  lmkv clear --all --instance lmkv-1 --tier disk        one tier of one instance
+  lmkv clear --all --yes                                everything, without asking
+
+More than one prompt's chunks are cleared only after you have confirmed it, on the terminal or with --yes. Pinned chunks
+stay.
+
+{EXIT_CODES}""",
+)
+def clear(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instance", metavar="INSTANCE", default="", help="only this instance (default: all)")
     parser.add_argument("--tier", metavar="TIER", default="", help="only this tier (default: all)")
     add_chunk_arguments(parser, required=False)
@@ -279,27 +268,21 @@ def _add_clear_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser)
 
 
-clear = Command(
-    name="clear",
-    add_arguments=_add_clear_arguments,
-    run="lmkv_client.commands.operations:clear",
-    examples=f"""\
-  lmkv clear --tokens 128000,849,21435,279              one prompt, wherever it is
-  lmkv clear --model llama --dry-run                    how much of a model there is
-  lmkv clear --model llama --weight-version 41          what old weights have computed
-  lmkv clear --model llama --keep-weight-version 42     what all other weights have computed
-  lmkv clear --all --instance lmkv-1 --tier disk        one tier of one instance
-  lmkv clear --all --yes                                everything, without asking
+@subcommand(
+    run="lmkv_client.commands.operations:drain",
+    examples="""\
+  lmkv drain engine-1                            to the instances with most free memory
+  lmkv drain engine-1 --to engine-2 engine-3     to engine-2, and to engine-3 once that is full
+  lmkv drain engine-1 --timeout 2m --evict       destinations may evict other chunks to make room
 
-More than one prompt's chunks are cleared only after you have confirmed it, on the terminal or with --yes. Pinned chunks
-stay.
+The chunks are copied: engine-1 keeps them and continues to serve. What its engines store after the drain is not copied,
+so stop their traffic first. While no coordinator responds, the command tries again for 30 s.
 
-{EXIT_CODES}""",
+exit codes:
+  0  safe to stop        1  rejected, failed, or nothing was copied     2  bad usage or configuration
+  3  some chunks are held by this instance only                       130  interrupted; the operation continues""",
 )
-
-
-def _add_drain_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv drain`."""
+def drain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("instance", metavar="INSTANCE", help="the instance that is to be stopped")
     parser.add_argument(
         "--to",
@@ -323,38 +306,7 @@ def _add_drain_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser)
 
 
-drain = Command(
-    name="drain",
-    add_arguments=_add_drain_arguments,
-    run="lmkv_client.commands.operations:drain",
-    examples="""\
-  lmkv drain engine-1                            to the instances with most free memory
-  lmkv drain engine-1 --to engine-2 engine-3     to engine-2, and to engine-3 once that is full
-  lmkv drain engine-1 --timeout 2m --evict       destinations may evict other chunks to make room
-
-The chunks are copied: engine-1 keeps them and continues to serve. What its engines store after the drain is not copied,
-so stop their traffic first. While no coordinator responds, the command tries again for 30 s.
-
-exit codes:
-  0  safe to stop        1  rejected, failed, or nothing was copied     2  bad usage or configuration
-  3  some chunks are held by this instance only                       130  interrupted; the operation continues""",
-)
-
-
-def _add_ops_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv ops`."""
-    parser.add_argument(
-        "action", nargs="?", choices=("list", "show", "wait", "cancel"), default="list", help="(default: list)"
-    )
-    parser.add_argument("operation", nargs="?", metavar="ID", help="the operation; not for list")
-    parser.add_argument("--running", action="store_true", help="list only running operations")
-    add_timeout_argument(parser)
-    add_common_arguments(parser)
-
-
-ops = Command(
-    name="ops",
-    add_arguments=_add_ops_arguments,
+@subcommand(
     run="lmkv_client.commands.operations:ops",
     examples=f"""\
   lmkv ops                                  list them, newest first
@@ -365,6 +317,14 @@ ops = Command(
 
 {EXIT_CODES}""",
 )
+def ops(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action", nargs="?", choices=("list", "show", "wait", "cancel"), default="list", help="(default: list)"
+    )
+    parser.add_argument("operation", nargs="?", metavar="ID", help="the operation; not for list")
+    parser.add_argument("--running", action="store_true", help="list only running operations")
+    add_timeout_argument(parser)
+    add_common_arguments(parser)
 
 
 instances = Command(
@@ -378,8 +338,14 @@ instances = Command(
 )
 
 
-def _add_top_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv top`."""
+@subcommand(
+    run="lmkv_client.commands.fleet:top",
+    examples="""\
+  lmkv top                    until Ctrl-C
+  lmkv top --interval 5s
+  lmkv top --once             one frame, as without a terminal""",
+)
+def top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval", metavar="TIME", type=read_seconds, default=1.0, help="time between frames (default: 1s)"
     )
@@ -387,27 +353,7 @@ def _add_top_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser)
 
 
-top = Command(
-    name="top",
-    add_arguments=_add_top_arguments,
-    run="lmkv_client.commands.fleet:top",
-    examples="""\
-  lmkv top                    until Ctrl-C
-  lmkv top --interval 5s
-  lmkv top --once             one frame, as without a terminal""",
-)
-
-
-def _add_watch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv watch`."""
-    parser.add_argument("--from-revision", metavar="N", type=int, default=0, help="only changes after this revision")
-    parser.add_argument("--model", metavar="NAME", help="only chunks of this model (default: all)")
-    add_common_arguments(parser)
-
-
-watch = Command(
-    name="watch",
-    add_arguments=_add_watch_arguments,
+@subcommand(
     run="lmkv_client.commands.layout:watch",
     examples="""\
   lmkv watch                          current chunks, then every change; Ctrl-C stops
@@ -418,6 +364,10 @@ watch = Command(
 The watch resumes after a restart of the coordinator. If changes were missed, it prints that and starts with all chunks
 that are held; in JSON that update has `reset`.""",
 )
+def watch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--from-revision", metavar="N", type=int, default=0, help="only changes after this revision")
+    parser.add_argument("--model", metavar="NAME", help="only chunks of this model (default: all)")
+    add_common_arguments(parser)
 
 
 TOPIC = "kv@{instance}@{model}"
@@ -426,8 +376,25 @@ TOPIC = "kv@{instance}@{model}"
 BUFFER_BATCHES = 10_000
 
 
-def _add_events_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv events`."""
+@subcommand(
+    run="lmkv_client.commands.layout:events",
+    examples="""\
+  lmkv events                                      publish on port 5557 of this host, replay on port 5558
+  lmkv events --endpoint 'tcp://*:5557' --replay-endpoint 'tcp://*:5558' --token-file /etc/lmkv/events-token
+  lmkv events --instance node-1 --topic kv-events  one node, as one vLLM engine would publish it
+  lmkv events --endpoint tcp://router:5557         connect to a router that collects events of many publishers
+  lmkv events --endpoint ipc:///run/kv --replay-endpoint ipc:///run/kv-replay
+
+Every chunk is one block: its hash is the chunk's key, its size the tokens of a chunk, its medium CPU (host memory) or
+STORAGE (disk). Token ids and parents are empty, since the layout map does not have them: compute the keys of a prompt
+and look them up, or read the events of the engines, which have vLLM's blocks and tokens.
+
+Numbers of batches rise across restarts. A consumer that sees a gap sends the first number that it misses (8 bytes, big
+endian; a second frame may name the topic) to the replay endpoint. If that is too old, it gets AllBlocksCleared and all
+that is held. By default only this host can connect. With --token-file consumers authenticate by ZMQ's PLAIN mechanism,
+as user `lmkv` with the token as password; the token and the events are not encrypted.""",
+)
+def events(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--endpoint", metavar="ZMQ", default="tcp://127.0.0.1:5557", help="publishes here (default: %(default)s)"
     )
@@ -459,30 +426,24 @@ def _add_events_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser)
 
 
-events = Command(
-    name="events",
-    add_arguments=_add_events_arguments,
-    run="lmkv_client.commands.layout:events",
+@subcommand(
+    run="lmkv_client.commands.engines:run",
     examples="""\
-  lmkv events                                      publish on port 5557 of this host, replay on port 5558
-  lmkv events --endpoint 'tcp://*:5557' --replay-endpoint 'tcp://*:5558' --token-file /etc/lmkv/events-token
-  lmkv events --instance node-1 --topic kv-events  one node, as one vLLM engine would publish it
-  lmkv events --endpoint tcp://router:5557         connect to a router that collects events of many publishers
-  lmkv events --endpoint ipc:///run/kv --replay-endpoint ipc:///run/kv-replay
+  lmkv engines                                          list the engines of the proxy at 127.0.0.1:9100
+  lmkv engines --proxy http://proxy:9100 --json         of another proxy, as JSON
+  lmkv engines add http://10.0.0.9:8000                 an engine of a proxy in mode route
+  lmkv engines add http://10.0.0.9:8000 --role decode   of a proxy in mode pd
+  lmkv engines add dns://vllm.default.svc:8000          each address of the name is an engine
+  lmkv engines drain http://10.0.0.7:8000               wait until its requests have ended, then stop it
+  lmkv engines remove http://10.0.0.7:8000              at once: its requests are repeated on other engines
 
-Every chunk is one block: its hash is the chunk's key, its size the tokens of a chunk, its medium CPU (host memory) or
-STORAGE (disk). Token ids and parents are empty, since the layout map does not have them: compute the keys of a prompt
-and look them up, or read the events of the engines, which have vLLM's blocks and tokens.
+Changes last until the proxy restarts; a file that `engines_file` of the proxy names is read again after each change. If
+the proxy has auth_tokens, set auth_token or auth_token_file to a token of an operator.
 
-Numbers of batches rise across restarts. A consumer that sees a gap sends the first number that it misses (8 bytes, big
-endian; a second frame may name the topic) to the replay endpoint. If that is too old, it gets AllBlocksCleared and all
-that is held. By default only this host can connect. With --token-file consumers authenticate by ZMQ's PLAIN mechanism,
-as user `lmkv` with the token as password; the token and the events are not encrypted.""",
+exit codes:
+  0  done      1  rejected, failed, or not drained in time     2  bad usage     130  interrupted; a drain continues""",
 )
-
-
-def _add_engines_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv engines`."""
+def engines(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action", nargs="?", choices=("list", "add", "drain", "remove"), default="list", help="(default: list)"
     )
@@ -510,32 +471,20 @@ def _add_engines_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON with the field names of the API")
 
 
-engines = Command(
-    name="engines",
-    add_arguments=_add_engines_arguments,
-    run="lmkv_client.commands.engines:run",
-    examples="""\
-  lmkv engines                                          list the engines of the proxy at 127.0.0.1:9100
-  lmkv engines --proxy http://proxy:9100 --json         of another proxy, as JSON
-  lmkv engines add http://10.0.0.9:8000                 an engine of a proxy in mode route
-  lmkv engines add http://10.0.0.9:8000 --role decode   of a proxy in mode pd
-  lmkv engines add dns://vllm.default.svc:8000          each address of the name is an engine
-  lmkv engines drain http://10.0.0.7:8000               wait until its requests have ended, then stop it
-  lmkv engines remove http://10.0.0.7:8000              at once: its requests are repeated on other engines
-
-Changes last until the proxy restarts; a file that `engines_file` of the proxy names is read again after each change. If
-the proxy has auth_tokens, set auth_token or auth_token_file to a token of an operator.
-
-exit codes:
-  0  done      1  rejected, failed, or not drained in time     2  bad usage     130  interrupted; a drain continues""",
-)
-
-
 CONFIGURED_PROCESSES = ("connector", "node", "coordinator", "proxy", "picker", "webhook", "client")
 
 
-def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv config`."""
+@subcommand(
+    run="lmkv_client.commands.config:run",
+    examples="""\
+  lmkv config import lmcache.yaml                       print it as lmkv's, and what became of each key
+  lmkv config import lmcache.yaml --output lmkv.yaml    write it there, unless there is such a file
+  lmkv config check lmkv.yaml                           print what an engine's connector makes of it
+  lmkv config check lmkv.yaml --process coordinator     what a coordinator does
+  lmkv config check --changed                           only what file, environment and LMCache's files set
+""",
+)
+def config(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     importing = actions.add_parser("import", help="convert LMCache's YAML to lmkv's", allow_abbrev=False)
     importing.add_argument("file", metavar="FILE", type=Path, help="LMCache's configuration")
@@ -549,22 +498,21 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     checking.add_argument("--changed", action="store_true", help="print only keys that are not at their default")
 
 
-config = Command(
-    name="config",
-    add_arguments=_add_config_arguments,
-    run="lmkv_client.commands.config:run",
+@subcommand(
+    run="lmkv_client.commands.doctor.command:run",
     examples="""\
-  lmkv config import lmcache.yaml                       print it as lmkv's, and what became of each key
-  lmkv config import lmcache.yaml --output lmkv.yaml    write it there, unless there is such a file
-  lmkv config check lmkv.yaml                           print what an engine's connector makes of it
-  lmkv config check lmkv.yaml --process coordinator     what a coordinator does
-  lmkv config check --changed                           only what file, environment and LMCache's files set
-""",
+  lmkv doctor                                  a host with engines, as $LMKV_CONFIG_FILE and LMKV_... set it up
+  lmkv doctor --config lmkv.yaml               the same, by this file
+  lmkv doctor coordinator --config head.yaml   a host that is to run a coordinator
+  lmkv doctor --fleet --coordinator head:9000  coordinators and all instances, from any host that reaches them
+  lmkv doctor --json | jq '.[] | select(.level != "ok")'
+
+Nothing is changed, but the fleet sees an instance doctor-... come and go: it tries clock and keys.
+
+exit codes:
+  0  passed, possibly with warnings  1  a check failed     2  bad usage     130  interrupted""",
 )
-
-
-def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv doctor`."""
+def doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "role",
         nargs="?",
@@ -582,26 +530,20 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings as a JSON list")
 
 
-doctor = Command(
-    name="doctor",
-    add_arguments=_add_doctor_arguments,
-    run="lmkv_client.commands.doctor.command:run",
+@subcommand(
+    run="lmkv_client.demo.command:run",
     examples="""\
-  lmkv doctor                                  a host with engines, as $LMKV_CONFIG_FILE and LMKV_... set it up
-  lmkv doctor --config lmkv.yaml               the same, by this file
-  lmkv doctor coordinator --config head.yaml   a host that is to run a coordinator
-  lmkv doctor --fleet --coordinator head:9000  coordinators and all instances, from any host that reaches them
-  lmkv doctor --json | jq '.[] | select(.level != "ok")'
+  lmkv demo                                     two vLLM engines: one loads what the other has computed
+  lmkv demo --engines vllm,sglang --sglang-python .venv-sglang/bin/python
+                                                SGLang loads what vLLM has computed, and both their own KV
+  lmkv demo --engines sglang,sglang             two SGLang engines of this Python environment
 
-Nothing is changed, but the fleet sees an instance doctor-... come and go: it tries clock and keys.
-
-exit codes:
-  0  passed, possibly with warnings  1  a check failed     2  bad usage     130  interrupted""",
+Each prompt is measured three times: computed by engine 1 (cold), loaded by engine 2 from engine 1's node (from peer),
+and loaded by engine 1 from its own node (own host pool). In float32 the three answers are the same, token by token.
+SGLang and vLLM share KV by share_across_engines and hash_scheme (docs/guides/across-engines.md); the demo sets both.
+""",
 )
-
-
-def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `lmkv demo`."""
+def demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engines",
         default="vllm,vllm",
@@ -621,25 +563,19 @@ def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="keep the logs of all processes in this folder")
 
 
-demo = Command(
-    name="demo",
-    add_arguments=_add_demo_arguments,
-    run="lmkv_client.demo.command:run",
+@subcommand(
+    run="lmkv_client.demo.bench:run",
     examples="""\
-  lmkv demo                                     two vLLM engines: one loads what the other has computed
-  lmkv demo --engines vllm,sglang --sglang-python .venv-sglang/bin/python
-                                                SGLang loads what vLLM has computed, and both their own KV
-  lmkv demo --engines sglang,sglang             two SGLang engines of this Python environment
+  lmkv bench --url http://10.0.0.7:8000                                  one engine
+  lmkv bench --url http://10.0.0.7:8000 --url http://10.0.0.8:8000       repeated prompts go to the other engine
+  lmkv bench --url http://proxy:9100 --chats 0 --document-tokens 10000   long documents only, through the proxy
 
-Each prompt is measured three times: computed by engine 1 (cold), loaded by engine 2 from engine 1's node (from peer),
-and loaded by engine 1 from its own node (own host pool). In float32 the three answers are the same, token by token.
-SGLang and vLLM share KV by share_across_engines and hash_scheme (docs/guides/across-engines.md); the demo sets both.
+Documents are sent twice, with another question; turns of a chat repeat the turns before them. The table compares the
+first time with the others: tokens that were cached, by whom, and the time to the first token. Endpoints are called with
+the token in $OPENAI_API_KEY, if it is set. Nothing but requests is sent; the fleet serves others meanwhile.
 """,
 )
-
-
-def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `lmkv bench`."""
+def bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
         action="append",
@@ -661,19 +597,3 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-flight", type=int, default=4, metavar="N", help="requests at a time (4)")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the texts (default: new texts in each run)")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-
-
-bench = Command(
-    name="bench",
-    add_arguments=_add_bench_arguments,
-    run="lmkv_client.demo.bench:run",
-    examples="""\
-  lmkv bench --url http://10.0.0.7:8000                                  one engine
-  lmkv bench --url http://10.0.0.7:8000 --url http://10.0.0.8:8000       repeated prompts go to the other engine
-  lmkv bench --url http://proxy:9100 --chats 0 --document-tokens 10000   long documents only, through the proxy
-
-Documents are sent twice, with another question; turns of a chat repeat the turns before them. The table compares the
-first time with the others: tokens that were cached, by whom, and the time to the first token. Endpoints are called with
-the token in $OPENAI_API_KEY, if it is set. Nothing but requests is sent; the fleet serves others meanwhile.
-""",
-)
