@@ -1,25 +1,62 @@
-"""Metrics of every server: its unary gRPC calls, which have spans too, and which version of lmkv runs."""
+"""Metrics of servers that are read at each scrape, and those of every server: its unary gRPC calls, which have spans,
+and which version of lmkv runs.
+"""
 
 from __future__ import annotations
 
 import platform
 import time
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self, TypeVar
 
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from lmkv import __version__
 from lmkv.telemetry import spans
 
-if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
-
 BOUNDS_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the buckets. Those of the semantic conventions begin at 5 ms, more than most calls here take."""
+
+
+Labels = TypeVar("Labels", bound=str | tuple[str, ...])
+"""The value of the only label, or those of all."""
+
+
+class Scraped(Collector):
+    """A collector that reads its values at each scrape, so that they cost nothing in between."""
+
+    prefix = ""
+    """The beginning of the names of its metrics."""
+
+    def describe(self) -> list[Metric]:
+        """Returns nothing, so that registering does not collect."""
+        return []
+
+    def gauge(self, name: str, documentation: str, value: float) -> Metric:
+        """A gauge without labels."""
+        return GaugeMetricFamily(self.prefix + name, documentation, value=value)
+
+    def counter(self, name: str, documentation: str, value: float) -> Metric:
+        """A counter without labels."""
+        return CounterMetricFamily(self.prefix + name, documentation, value=value)
+
+    def gauges(self, name: str, documentation: str, labels: Sequence[str], values: Mapping[Labels, float]) -> Metric:
+        """A gauge for each combination of labels."""
+        return _filled(GaugeMetricFamily(self.prefix + name, documentation, labels=labels), values)
+
+    def counters(self, name: str, documentation: str, labels: Sequence[str], values: Mapping[Labels, float]) -> Metric:
+        """A counter for each combination of labels."""
+        return _filled(CounterMetricFamily(self.prefix + name, documentation, labels=labels), values)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[Labels, float]) -> Metric:
+    for labels, value in values.items():
+        family.add_metric([labels] if isinstance(labels, str) else labels, value)
+    return family
 
 
 class _Histogram:
@@ -32,7 +69,7 @@ class _Histogram:
         self.buckets = [0] * (len(BOUNDS_SECONDS) + 1)
 
 
-class ServerCalls:
+class ServerCalls(Scraped):
     """Prometheus collector of the unary calls of one server."""
 
     def __init__(self) -> None:
@@ -52,14 +89,8 @@ class ServerCalls:
         histogram.seconds += seconds
         histogram.buckets[bisect_left(BOUNDS_SECONDS, seconds)] += 1
 
-    def describe(self) -> list[Metric]:
-        """Returns nothing, so that registering does not collect."""
-        return []
-
     def collect(self) -> list[Metric]:
         """`rpc.server.call.duration` of the semantic conventions, by its Prometheus name."""
-        from prometheus_client.metrics_core import HistogramMetricFamily
-
         family = HistogramMetricFamily(
             "rpc_server_call_duration_seconds",
             "Time that answered unary gRPC calls took in the server.",
@@ -106,17 +137,11 @@ class ServerCall:
 METRIC_NAME = "lmkv_build_info"
 
 
-class BuildInfo:
+class BuildInfo(Scraped):
     """Prometheus collector of the versions of lmkv and Python, as labels of a sample that is always 1."""
-
-    def describe(self) -> list[Metric]:
-        """Returns nothing, so that registering does not collect."""
-        return []
 
     def collect(self) -> list[Metric]:
         """One gauge with one sample."""
-        family = GaugeMetricFamily(
-            METRIC_NAME, "Always 1; its labels are the versions of the process.", labels=["version", "python_version"]
-        )
-        family.add_metric([__version__, platform.python_version()], 1)
-        return [family]
+        versions = {(__version__, platform.python_version()): 1}
+        text = "Always 1; its labels are the versions of the process."
+        return [self.gauges(METRIC_NAME, text, ["version", "python_version"], versions)]

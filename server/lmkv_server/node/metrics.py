@@ -6,20 +6,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import chain
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.metrics_core import Metric
 
 from lmkv.auth.authenticator import Authenticator
 from lmkv.config import NodeConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
-from lmkv.telemetry.calls import ServerCalls
+from lmkv.telemetry.calls import Scraped, ServerCalls
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.runner import OrderRunner
@@ -32,8 +31,6 @@ from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.base import SecondaryTier
 
 logger = logging.getLogger(__name__)
-
-PREFIX = "lmkv_node_"
 
 TIER_COUNTERS = {
     "written_chunks": "Chunks written to the tier.",
@@ -75,8 +72,10 @@ class MeasuredNode(Protocol):
     peer_side: PeerSide | None
 
 
-class NodeMetrics(Collector):
+class NodeMetrics(Scraped):
     """The node's metrics, in a registry of its own, so that several nodes may run in one process."""
+
+    prefix = "lmkv_node_"
 
     def __init__(self, node: MeasuredNode, calls: ServerCalls) -> None:
         self._node = node
@@ -84,10 +83,6 @@ class NodeMetrics(Collector):
         self.registry.register(self)
         self.registry.register(calls)
         ProcessCollector(registry=self.registry)
-
-    def describe(self) -> list[Metric]:
-        """No metrics: keeps the registry from collecting at registration."""
-        return []
 
     def collect(self) -> Iterator[Metric]:
         """All metrics with their present values."""
@@ -99,31 +94,33 @@ class NodeMetrics(Collector):
         return chain(self._holdings(), warm, tiers, *served)
 
     def _holdings(self) -> Iterator[Metric]:
-        yield _gauge("pool_capacity_bytes", "Bytes of the pool.", self._node.tier.size_bytes)
-        yield _gauge("pool_used_bytes", "Bytes of the pool used by chunks and grants.", self._node.tier.used_bytes)
-        yield _gauge(
+        yield self.gauge("pool_capacity_bytes", "Bytes of the pool.", self._node.tier.size_bytes)
+        yield self.gauge("pool_used_bytes", "Bytes of the pool used by chunks and grants.", self._node.tier.used_bytes)
+        yield self.gauge(
             "pool_chunk_bytes", "Bytes of the pool used by chunks that lookups can find.", self._node.tier.chunk_bytes
         )
-        yield _gauge(
+        yield self.gauge(
             "pool_reserved_bytes",
             "Bytes of the pool reserved for writers.",
             self._node.tier.reserved_bytes,
         )
-        yield _gauge("chunks", "Chunks held, each part of a chunk counted.", len(self._node.tier))
-        yield _counter("evicted_chunks", "Chunks evicted to make room.", self._node.tier.evicted_count)
+        yield self.gauge("chunks", "Chunks held, each part of a chunk counted.", len(self._node.tier))
+        yield self.counter("evicted_chunks", "Chunks evicted to make room.", self._node.tier.evicted_count)
 
     def _warm_start(self, warm: WarmStart) -> Iterator[Metric]:
-        yield _gauge(
+        yield self.gauge(
             "pool_sealed",
             "1 while workers of a previous node map the pool: nothing is stored.",
             int(self._node.tier.sealed),
         )
         stats = warm.stats()
-        yield _gauge("warm_waiting_chunks", "Recovered chunks that are not yet verified.", stats.waiting_chunks)
-        yield _counter("warm_chunks", "Chunks recovered after a restart.", stats.found_chunks)
-        yield _counter("warm_bytes", "Bytes of the chunks recovered after a restart.", stats.found_bytes)
-        yield _counter("warm_damaged_chunks", "Recovered chunks that were damaged and dropped.", stats.damaged_chunks)
-        yield _counter(
+        yield self.gauge("warm_waiting_chunks", "Recovered chunks that are not yet verified.", stats.waiting_chunks)
+        yield self.counter("warm_chunks", "Chunks recovered after a restart.", stats.found_chunks)
+        yield self.counter("warm_bytes", "Bytes of the chunks recovered after a restart.", stats.found_bytes)
+        yield self.counter(
+            "warm_damaged_chunks", "Recovered chunks that were damaged and dropped.", stats.damaged_chunks
+        )
+        yield self.counter(
             "warm_unrecorded_chunks",
             "Chunks that the ledger has no room for: they will not survive a restart.",
             stats.unrecorded_chunks,
@@ -133,64 +130,65 @@ class NodeMetrics(Collector):
         """Yields the work of each secondary tier, and its usage if the node knows it; the label `tier` is its name."""
         stats = {tier.name: tier.stats() for tier in self._node.tiers}
         usages = {tier.name: usage for tier in self._node.tiers if (usage := tier.usage())}
-        yield from _by_tier(CounterMetricFamily, TIER_COUNTERS, stats)
-        yield from _by_tier(GaugeMetricFamily, TIER_GAUGES, stats)
-        yield from _by_tier(GaugeMetricFamily, TIER_USAGES, usages)
+        yield from _by_tier(self.counters, TIER_COUNTERS, stats)
+        yield from _by_tier(self.gauges, TIER_GAUGES, stats)
+        yield from _by_tier(self.gauges, TIER_USAGES, usages)
 
     def _serving(self) -> Iterator[Metric]:
-        yield _gauge("engines", "Engines attached.", self._node.engines.attached_count)
+        yield self.gauge("engines", "Engines attached.", self._node.engines.attached_count)
         lookups = self._node.service.lookups.stats()
-        yield _counter("lookups", "Lookups of engines.", lookups.count)
-        yield _counter("lookup_asked_chunks", "Chunks that engines looked up.", lookups.asked_chunks)
-        found = CounterMetricFamily(
-            f"{PREFIX}lookup_found_chunks", "Chunks of lookups that were found, by tier.", labels=["tier"]
+        yield self.counter("lookups", "Lookups of engines.", lookups.count)
+        yield self.counter("lookup_asked_chunks", "Chunks that engines looked up.", lookups.asked_chunks)
+        found = lookups.found_chunks
+        yield self.counters("lookup_found_chunks", "Chunks of lookups that were found, by tier.", ["tier"], found)
+        yield self.counter(
+            "fetches_refused_slower", "Lookups with peer hits that computing beats.", lookups.refused_slower
         )
-        _add(found, lookups.found_chunks)
-        yield found
-        yield _counter("fetches_refused_slower", "Lookups with peer hits that computing beats.", lookups.refused_slower)
         fleet = self._node.fleet.stats()
-        yield _gauge("coordinators_connected", "Coordinators connected.", fleet.connected_count)
-        yield _gauge(
+        yield self.gauge("coordinators_connected", "Coordinators connected.", fleet.connected_count)
+        yield self.gauge(
             "coordinators_refusing", "Coordinators at which another node has this instance id.", fleet.refused_count
         )
-        yield _counter(
+        yield self.counter(
             "lookup_failures", "Lookups that a coordinator refused or did not answer in time.", fleet.lookup_failures
         )
-        yield _gauge(
+        yield self.gauge(
             "spec_conflicts", "Instances of the same models with incompatible chunks.", len(self._node.fleet.conflicts)
         )
 
     def _hint_metrics(self) -> Iterator[Metric]:
-        ended = CounterMetricFamily(
-            f"{PREFIX}hints", "Actions of hints of engines and clients, by outcome.", labels=["action", "outcome"]
+        yield self.counters(
+            "hints",
+            "Actions of hints of engines and clients, by outcome.",
+            ["action", "outcome"],
+            self._node.hints.counts,
         )
-        for (action, outcome), count in self._node.hints.counts.items():
-            ended.add_metric([action, outcome], count)
-        yield ended
         retentions = self._node.hints.retentions
-        yield _gauge("retained_chunks", "Chunks that hints retain: evicted after others.", len(retentions))
-        yield _gauge("retained_bytes", "Bytes of the chunks that hints retain.", retentions.size_bytes)
+        yield self.gauge("retained_chunks", "Chunks that hints retain: evicted after others.", len(retentions))
+        yield self.gauge("retained_bytes", "Bytes of the chunks that hints retain.", retentions.size_bytes)
 
     def _fetching(self, side: PeerSide) -> Iterator[Metric]:
         transfers, fetches = side.pipeline.stats(), side.fetcher.stats()
-        yield _gauge("read_grants", "Grants that peers have on chunks here.", len(side.service.grants))
-        yield _counter(
+        yield self.gauge("read_grants", "Grants that peers have on chunks here.", len(side.service.grants))
+        yield self.counter(
             "refused_reads",
             "Reads over tcp and ucx without a live grant: a few are slow readers, many a peer that reads too much.",
             side.channels.access.refused_count,
         )
-        yield _counter(
+        yield self.counter(
             "damaged_chunks",
             "Chunks dropped because they were damaged in this node's memory.",
             side.inspector.damaged_count,
         )
-        yield _counter("hedged_fetches", "Fetches repeated at another peer because one was late.", fetches.hedge_count)
-        yield _gauge(
+        yield self.counter(
+            "hedged_fetches", "Fetches repeated at another peer because one was late.", fetches.hedge_count
+        )
+        yield self.gauge(
             "quarantined_batches",
             "Batches of transfers that were given up and have not stopped.",
             transfers.quarantined_batches,
         )
-        yield _gauge(
+        yield self.gauge(
             "quarantined_bytes",
             "Bytes of the pool to which such transfers may still write.",
             transfers.quarantined_bytes,
@@ -200,71 +198,55 @@ class NodeMetrics(Collector):
         """Both sides of handoffs from prefill to decode."""
         receiver, handoffs = side.receiver, side.receiver.handoffs
         sent, received, admitted = side.senders.stats(), receiver.stats(), handoffs.stats()
-        yield _gauge("handoffs_sending", "Handoffs in progress, prefill side.", len(side.senders))
-        yield _counter("handoffs_sent", "Complete handoffs, prefill side.", sent.done_count)
-        yield _counter("handoffs_unsent", "Incomplete handoffs, prefill side.", sent.failed_count)
-        yield _counter("handoff_sent_bytes", "Bytes of handoffs that other nodes read.", sent.sent_bytes)
-        yield _gauge("handoffs_receiving", "Handoffs in progress, decode side.", len(handoffs))
-        yield _gauge("handoff_buffer_bytes", "Bytes of the pool used by handoffs.", handoffs.used_bytes)
-        yield _gauge("handoff_buffer_limit_bytes", "Maximum bytes of the pool for handoffs.", handoffs.buffer_bytes)
-        yield _counter("handoff_received_bytes", "Bytes of handoffs received.", received.received_bytes)
-        yield _counter("handoff_device_bytes", "Bytes of handoffs received in device buffers.", received.device_bytes)
-        yield _gauge(
+        yield self.gauge("handoffs_sending", "Handoffs in progress, prefill side.", len(side.senders))
+        yield self.counter("handoffs_sent", "Complete handoffs, prefill side.", sent.done_count)
+        yield self.counter("handoffs_unsent", "Incomplete handoffs, prefill side.", sent.failed_count)
+        yield self.counter("handoff_sent_bytes", "Bytes of handoffs that other nodes read.", sent.sent_bytes)
+        yield self.gauge("handoffs_receiving", "Handoffs in progress, decode side.", len(handoffs))
+        yield self.gauge("handoff_buffer_bytes", "Bytes of the pool used by handoffs.", handoffs.used_bytes)
+        yield self.gauge("handoff_buffer_limit_bytes", "Maximum bytes of the pool for handoffs.", handoffs.buffer_bytes)
+        yield self.counter("handoff_received_bytes", "Bytes of handoffs received.", received.received_bytes)
+        yield self.counter(
+            "handoff_device_bytes", "Bytes of handoffs received in device buffers.", received.device_bytes
+        )
+        yield self.gauge(
             "device_buffer_bytes",
             "GPU memory that engines lend for handoffs (pd_buffer_device).",
             receiver.buffers.lent_bytes,
         )
-        yield _gauge(
+        yield self.gauge(
             "device_buffer_used_bytes", "GPU memory lent for handoffs that is in use.", receiver.buffers.used_bytes
         )
-        ended = CounterMetricFamily(
-            f"{PREFIX}handoffs_received",
+        yield self.counters(
+            "handoffs_received",
             "Ended handoffs, decode side, by end: committed, aborted or expired.",
-            labels=["end"],
+            ["end"],
+            {state.value: count for state, count in admitted.ended_counts.items()},
         )
-        for state, count in admitted.ended_counts.items():
-            ended.add_metric([state.value], count)
-        yield ended
-        yield _counter("handoffs_abandoned", "Handoffs without a request, decode side.", admitted.abandoned_count)
-        yield _counter("handoffs_refused", "Handoffs without room, decode side.", admitted.refused_count)
+        yield self.counter("handoffs_abandoned", "Handoffs without a request, decode side.", admitted.abandoned_count)
+        yield self.counter("handoffs_refused", "Handoffs without room, decode side.", admitted.refused_count)
 
     def _order_metrics(self) -> Iterator[Metric]:
         orders = self._node.orders.stats()
-        ended = CounterMetricFamily(
-            f"{PREFIX}orders_ended",
+        by_state = {"done": orders.done_counts, "failed": orders.failed_counts}
+        yield self.counters(
+            "orders_ended",
             "Orders of coordinators that ended, such as moves, clears and pins.",
-            labels=["kind", "state"],
+            ["kind", "state"],
+            {(kind, state): count for state, counts in by_state.items() for kind, count in counts.items()},
         )
-        for state, counts in (("done", orders.done_counts), ("failed", orders.failed_counts)):
-            _add(ended, counts, state)
-        yield ended
-        chunks = CounterMetricFamily(f"{PREFIX}order_chunks", "Chunks of ended orders.", labels=["kind"])
-        _add(chunks, orders.chunk_counts)
-        yield chunks
-        yield _gauge("orders_running", "Orders that run or are queued.", orders.running_count)
+        yield self.counters("order_chunks", "Chunks of ended orders.", ["kind"], orders.chunk_counts)
+        yield self.gauge("orders_running", "Orders that run or are queued.", orders.running_count)
 
 
 def _by_tier(
-    family_type: type[CounterMetricFamily | GaugeMetricFamily], texts: Mapping[str, str], values: Mapping[str, object]
+    family: Callable[[str, str, Sequence[str], Mapping[str, float]], Metric],
+    texts: Mapping[str, str],
+    values: Mapping[str, object],
 ) -> Iterator[Metric]:
     for name, text in texts.items():
-        family = family_type(f"{PREFIX}tier_{name.replace('chunk_count', 'chunks')}", text, labels=["tier"])
-        for tier, value in values.items():
-            family.add_metric([tier], getattr(value, name))
-        yield family
-
-
-def _add(family: CounterMetricFamily, counts: Mapping[str, int], *labels: str) -> None:
-    for first, count in counts.items():
-        family.add_metric([first, *labels], count)
-
-
-def _gauge(name: str, documentation: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(PREFIX + name, documentation, value=value)
-
-
-def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(PREFIX + name, documentation, value=value)
+        by_tier = {tier: getattr(value, name) for tier, value in values.items()}
+        yield family(f"tier_{name.replace('chunk_count', 'chunks')}", text, ["tier"], by_tier)
 
 
 INSTANCE_LABEL = "instance_id"

@@ -1,4 +1,4 @@
-"""The publication of an instance that reports to this coordinator, and the queue of entries to write. Pure."""
+"""The publication of an instance that reports to this coordinator, and the queue of entries to write."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TypeVar
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.metrics_core import Metric
 
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.errors import ConfigError
+from lmkv.telemetry.calls import Scraped
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
 from lmkv_server.coordinator.layout_store.layout_store import OwnedRecords, StoreLost
 from lmkv_server.coordinator.layout_store.publication import Publication
@@ -230,29 +230,20 @@ class TenantLayoutStore:
         await self._shared.wait_for_room()
 
 
-PREFIX = "lmkv_coordinator_layout_map_"
-
-
-class SharedMapMetrics(Collector):
+class SharedMapMetrics(Scraped):
     """Metrics of a coordinator that has a `layout_map_url`."""
+
+    prefix = "lmkv_coordinator_layout_map_"
 
     def __init__(self, shared: SharedMap) -> None:
         self._shared = shared
 
-    def describe(self) -> list[Metric]:
-        """Empty, so that registering does not collect."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """The current values."""
-        is_shared = GaugeMetricFamily(f"{PREFIX}shared", "1 while the layout map is shared with other coordinators.")
-        is_shared.add_metric([], bool(self._shared.map_id))
-        yield is_shared
+        is_shared = bool(self._shared.map_id)
+        yield self.gauge("shared", "1 while the layout map is shared with other coordinators.", is_shared)
         stats = self._shared.stats()
-        for name, documentation, value in (
-            ("published_reports", "Reports published to other coordinators.", stats.published_count),
-            ("followed_reports", "Reports of other coordinators that were applied.", stats.followed_count),
-            ("loads", "Instances whose chunks were loaded from the shared map.", stats.load_count),
-            ("losses", "Times that the connection to the shared map was lost.", stats.loss_count),
-        ):
-            yield CounterMetricFamily(PREFIX + name, documentation, value=value)
+        yield self.counter("published_reports", "Reports published to other coordinators.", stats.published_count)
+        yield self.counter("followed_reports", "Reports of other coordinators that were applied.", stats.followed_count)
+        yield self.counter("loads", "Instances whose chunks were loaded from the shared map.", stats.load_count)
+        yield self.counter("losses", "Times that the connection to the shared map was lost.", stats.loss_count)
