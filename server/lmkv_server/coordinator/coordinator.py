@@ -17,9 +17,8 @@ from prometheus_client.registry import Collector
 
 from lmkv import rpc
 from lmkv.auth.authenticator import Authenticator
-from lmkv.auth.credentials import CertificateEnd, Credentials
+from lmkv.auth.credentials import CertificateEnd
 from lmkv.config import CoordinatorConfig
-from lmkv.errors import ConfigError
 from lmkv.telemetry.calls import BuildInfo, ServerCalls
 from lmkv_server.coordinator.core.instances import JoinAdmission
 from lmkv_server.coordinator.http.app import CoordinatorApp, make_app
@@ -28,7 +27,7 @@ from lmkv_server.coordinator.layout_store.shared_map import SharedMap, SharedMap
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services, Tenants
 from lmkv_server.http.guard import HostGuard
-from lmkv_server.http.server import HttpOptions, HttpServer, address, listen
+from lmkv_server.http.server import HttpOptions, HttpServer, address, bind_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ class Coordinator:
         http: list[HttpServer] = []
         stack.push_async_callback(self._stop_serving, server, http)
         for key, port in self.grpc_ports.items():
-            self.grpc_ports[key] = _bind(server, self.host, port, key, self._credentials)
+            self.grpc_ports[key] = bind_grpc(server, self.host, port, key, self._credentials)
         for key, port in self.http_ports.items():
             http.append(self._make_http_server(app, key, port))
             self.http_ports[key] = http[-1].port
@@ -235,14 +234,3 @@ def _sweep_once(registry: Registry, now: float) -> float:
         return 0.0
     expiry = registry.instances.next_expiry()
     return SWEEP_SECONDS if expiry is None else min(max(expiry - now, 0.001), SWEEP_SECONDS)
-
-
-def _bind(server: grpc.aio.Server, host: str, port: int, key: str, credentials: Credentials) -> int:
-    """Binds one port of the server and returns it. Raises `ConfigError` that names the key and the fix."""
-    listen(host, port, key).close()  # raises the reason, which gRPC only logs
-    try:
-        return rpc.add_port(server, address(host, port), credentials)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"{key} {port} on {host} cannot be bound ({error}); set {key} to a free port", key=key
-        ) from None

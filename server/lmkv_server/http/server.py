@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
+import grpc
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
@@ -21,6 +22,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from lmkv import rpc
 from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import ConfigError, PermissionDenied, Unauthenticated
@@ -87,6 +89,17 @@ def listen(host: str, port: int, key: str, host_key: str = "host") -> socket.soc
         listener.close()
         raise _refusal(error, host, port, key, host_key) from None
     return listener
+
+
+def bind_grpc(server: grpc.aio.Server, host: str, port: int, key: str, credentials: Credentials) -> int:
+    """Binds one port of a gRPC server and returns it. Raises `ConfigError` that names the key and the fix."""
+    listen(host, port, key).close()  # raises the reason, which gRPC only logs
+    try:
+        return rpc.add_port(server, address(host, port), credentials)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{key} {port} on {host} cannot be bound ({error}); set {key} to a free port", key=key
+        ) from None
 
 
 def _refusal(error: OSError, host: str, port: int, key: str, host_key: str) -> ConfigError:

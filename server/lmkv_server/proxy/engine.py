@@ -51,7 +51,6 @@ class PrefixHits:
 
     @property
     def computed_tokens(self) -> float:
-        """Tokens of these that it has computed."""
         return self.asked_tokens - self.own_tokens - self.external_tokens
 
 

@@ -59,5 +59,4 @@ def data_of(event: bytes) -> bytes:
 
 
 def event_of(data: bytes) -> bytes:
-    """An event with this data."""
     return b"data: " + data + b"\n\n"

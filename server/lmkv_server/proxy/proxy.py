@@ -6,18 +6,14 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import Self
 
 from lmkv.auth.authenticator import Authenticator, is_loopback
-from lmkv.auth.credentials import CertificateEnd
 from lmkv.config import ProxyConfig
 from lmkv.rpc.coordinator_client import CoordinatorClient
-from lmkv.telemetry.calls import BuildInfo
 from lmkv_server.http.guard import HostGuard
 from lmkv_server.http.server import HttpOptions, HttpServer, address
 from lmkv_server.proxy.admission import Admission
 from lmkv_server.proxy.app import PROBES, client_routes, make_app, operator_routes, probe_routes
-from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH, DECODE, PREFILL, Engine
 from lmkv_server.proxy.engine_routes import engine_routes
 from lmkv_server.proxy.engines import Endpoints, EngineEndpoint, EnginesFile, Resolve, resolve
@@ -25,10 +21,9 @@ from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.passthrough import PassThrough
 from lmkv_server.proxy.pd.handler import RequestHandler
 from lmkv_server.proxy.pd.prefill import HandoffIssuer
-from lmkv_server.proxy.routing.health import HealthMonitor
+from lmkv_server.proxy.router import Router
 from lmkv_server.proxy.routing.lookup import PrefixLookup
 from lmkv_server.proxy.routing.pools import EnginePool, EnginePools, SessionAffinity, cost_by
-from lmkv_server.proxy.upstream.client import Upstream, open_session
 
 logger = logging.getLogger(__name__)
 
@@ -38,29 +33,20 @@ IDLE_CONNECTIONS = 1_000
 """Connections beyond those of admitted requests: for probes, pages, and clients between requests."""
 
 
-class Proxy:
-    """Serves the OpenAI API while it is entered. Entering raises `ConfigError` if the port cannot be bound."""
+class Proxy(Router):
+    """Serves the OpenAI API while it is entered."""
 
     def __init__(self, config: ProxyConfig, *, resolve: Resolve = resolve) -> None:
         """`resolve` reaches DNS. Raises `ConfigError` if the file of engines is invalid."""
-        self.port = config.port
-        """The bound port once it is entered."""
-        self.pools = _engine_pools(config)
-        """The engines once it is entered."""
-        self._metrics = ProxyMetrics(self.pools.engines)
-        self.metrics = self._metrics.registry
-        """The registry of its metrics."""
-        self.metrics.register(CertificateEnd(config.tls_cert))
-        self.metrics.register(BuildInfo())
+        pools = _engine_pools(config)
+        self._metrics = ProxyMetrics(pools.engines)
+        super().__init__(config, pools, self._metrics, resolve)
         self._config = config
-        self._resolve = resolve
         self._file = (
             EnginesFile(config.engines_file, ROLES[config.mode], self._metrics.engines_file_failures.inc)
             if config.engines_file
             else None
         )
-        self._stack = AsyncExitStack()
-        self._background: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
@@ -68,88 +54,51 @@ class Proxy:
         scheme = "https" if self._config.tls_cert else "http"
         return f"{scheme}://{address(self._config.host, self.port)}"
 
-    async def __aenter__(self) -> Self:
+    async def _start(self, stack: AsyncExitStack) -> None:
         config = self._config
-        async with AsyncExitStack() as stack:
-            session = await stack.enter_async_context(open_session())
-            upstream = Upstream(session, config.engine_tls.client_contexts())
-            monitor = HealthMonitor(
-                interval_seconds=config.health_interval,
-                timeout_seconds=config.health_timeout,
-                api_key=config.engine_api_key,
-            )
-            endpoints = Endpoints(self._file or _endpoints(config), upstream, monitor, self.pools, self._resolve)
-            clients = endpoints.clients
-            lookup = None
-            if config.policy == "kv_aware":
-                coordinators = CoordinatorClient(config.coordinator_address, config.credentials, config.lookup_timeout)
-                stack.push_async_callback(coordinators.aclose)
-                lookup = PrefixLookup(coordinators, self._metrics)
-            handoffs = HandoffIssuer(config.handoff_keys, clients)
-            stack.push_async_callback(handoffs.aclose)
-            handler = RequestHandler(
-                pools=self.pools,
-                clients=clients,
-                lookup=lookup,
-                handoffs=handoffs,
-                metrics=self._metrics,
-            )
-            pass_through = PassThrough(self.pools, clients, lookup, config, self._metrics)
-            authenticator = Authenticator(config.auth_tokens)
-            salts = ClientSalts(
-                config.cache_salt_policy,
-                config.cluster_secret,
-                config.user_header,
-                authenticator,
-                config.engine_api_key,
-            )
-            admission = Admission(config, self._metrics, salts)
-            guard = HostGuard(bound=config.host, allowed=config.allowed_hosts)
-            changes = engine_routes(endpoints, ROLES[config.mode], _refusal(config, authenticator))
-            routes = [
-                *client_routes(admission, handler, pass_through),
-                *operator_routes(self.pools, self._metrics, authenticator, changes),
-                *probe_routes(admission, self.pools),
-            ]
-            options = HttpOptions(
-                host=config.host,
-                port=config.port,
-                credentials=config.client_tls,
-                name="lmkv-proxy-http",
-                max_concurrent_requests=config.max_concurrent_requests + IDLE_CONNECTIONS,
-                max_connections_per_client=config.max_connections_per_client,
-                probes=PROBES,
-                grace_seconds=config.stop_timeout,
-            )
-            http = HttpServer(make_app(routes, guard), options)
-            stack.push_async_callback(
-                self._stop_background
-            )  # after the last request: the monitor ends requests that hang
-            stack.push_async_callback(http.aclose)
-            stack.callback(setattr, admission, "is_closed", True)
-            self.port = http.port
-            await http.start()
-            self._background = asyncio.create_task(self._run_background(endpoints), name="lmkv-proxy-background")
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def wait(self) -> None:
-        """Waits while the proxy serves. Raises the error that stopped its background tasks, if one did."""
-        if self._background is not None:
-            await asyncio.shield(self._background)
-
-    async def aclose(self) -> None:
-        """Stops serving; requests in flight get `stop_timeout`. Idempotent."""
-        await self._stack.aclose()
-
-    async def _stop_background(self) -> None:
-        background, self._background = self._background, None
-        if background is not None:
-            background.cancel()
-            await asyncio.gather(background, return_exceptions=True)
+        endpoints = await self._open_endpoints(stack, self._file or _endpoints(config))
+        clients = endpoints.clients
+        lookup = None
+        if config.policy == "kv_aware":
+            coordinators = CoordinatorClient(config.coordinator_address, config.credentials, config.lookup_timeout)
+            stack.push_async_callback(coordinators.aclose)
+            lookup = PrefixLookup(coordinators, self._metrics)
+        handoffs = HandoffIssuer(config.handoff_keys, clients)
+        stack.push_async_callback(handoffs.aclose)
+        handler = RequestHandler(
+            pools=self.pools,
+            clients=clients,
+            lookup=lookup,
+            handoffs=handoffs,
+            metrics=self._metrics,
+        )
+        pass_through = PassThrough(self.pools, clients, lookup, config, self._metrics)
+        authenticator = Authenticator(config.auth_tokens)
+        admission = Admission(config, self._metrics, self._client_salts(authenticator))
+        guard = HostGuard(bound=config.host, allowed=config.allowed_hosts)
+        changes = engine_routes(endpoints, ROLES[config.mode], _refusal(config, authenticator))
+        routes = [
+            *client_routes(admission, handler, pass_through),
+            *operator_routes(self.pools, self._metrics, authenticator, changes),
+            *probe_routes(admission, self.pools),
+        ]
+        options = HttpOptions(
+            host=config.host,
+            port=config.port,
+            credentials=config.client_tls,
+            name="lmkv-proxy-http",
+            max_concurrent_requests=config.max_concurrent_requests + IDLE_CONNECTIONS,
+            max_connections_per_client=config.max_connections_per_client,
+            probes=PROBES,
+            grace_seconds=config.stop_timeout,
+        )
+        http = HttpServer(make_app(routes, guard), options)
+        stack.push_async_callback(self._stop_background)  # after the last request: the monitor ends requests that hang
+        stack.push_async_callback(http.aclose)
+        stack.callback(setattr, admission, "is_closed", True)
+        self.port = http.port
+        await http.start()
+        self._background = asyncio.create_task(self._run_background(endpoints), name="lmkv-proxy-background")
 
     async def _run_background(self, endpoints: Endpoints) -> None:
         async with asyncio.TaskGroup() as group:

@@ -131,7 +131,6 @@ class ResponseWriter:
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
     async def end_stream(self) -> None:
-        """Ends the stream."""
         await self._send({"type": "http.response.body", "body": b""})
         self._record_total()
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Self
 
 import grpc
 import msgspec
@@ -18,27 +17,23 @@ from starlette.routing import Route
 
 from lmkv import rpc
 from lmkv.auth.authenticator import Authenticator
-from lmkv.auth.credentials import CertificateEnd, Credentials
+from lmkv.auth.credentials import Credentials
 from lmkv.config import PickerConfig
 from lmkv.config.kinds import OFF
-from lmkv.errors import ConfigError
 from lmkv.ext_proc.external_processor_pb2_grpc import add_ExternalProcessorServicer_to_server
 from lmkv.rpc.coordinator_client import CoordinatorClient
 from lmkv.rpc.endpoints import HealthService
-from lmkv.telemetry.calls import BuildInfo
 from lmkv_server.http.guard import HostGuard
-from lmkv_server.http.server import HttpOptions, HttpServer, address, listen, metrics_response
+from lmkv_server.http.server import HttpOptions, HttpServer, address, bind_grpc, metrics_response
 from lmkv_server.proxy.app import ProxyApp, authenticated
-from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH
 from lmkv_server.proxy.engines import Endpoints, Resolve, name_of, resolve
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.picker.selection import EnginePicker
 from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService
-from lmkv_server.proxy.routing.health import HealthMonitor
+from lmkv_server.proxy.router import Router
 from lmkv_server.proxy.routing.key_lookup import KeyLookup
 from lmkv_server.proxy.routing.pools import EnginePool, EnginePools, SessionAffinity, cost_by
-from lmkv_server.proxy.upstream.client import Upstream, open_session
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +47,8 @@ OpenClient = Callable[[Sequence[str], Credentials, float], CoordinatorClient]
 """Makes the client of the coordinators: of their addresses, with credentials, and the timeout of lookups."""
 
 
-class Picker:
-    """Serves `ext_proc` while it is entered. Entering raises `ConfigError` if a port cannot be bound."""
+class Picker(Router):
+    """Serves `ext_proc` while it is entered."""
 
     def __init__(
         self, config: PickerConfig, *, open_client: OpenClient = CoordinatorClient, resolve: Resolve = resolve
@@ -63,26 +58,18 @@ class Picker:
         Raises `ConfigError` if no engine, or for its policy no coordinator, is configured.
         """
         config.check_complete()
-        self.port = config.port
-        """The bound gRPC port once it is entered."""
-        self.metrics_port: int | None = None
-        """The bound HTTP port once it is entered, if there is one."""
-        self._pools = EnginePools(EnginePool([], cost_by(config.policy), SessionAffinity(config.session_ttl)), None)
-        self.engines = self._pools.engines
+        pools = EnginePools(EnginePool([], cost_by(config.policy), SessionAffinity(config.session_ttl)), None)
+        self.engines = pools.engines
         """The engines that are known now."""
         self._metrics = PickerMetrics(self.engines)
-        self.metrics = self._metrics.registry
-        """The registry of its metrics."""
-        self.metrics.register(CertificateEnd(config.tls_cert))
-        self.metrics.register(BuildInfo())
+        super().__init__(config, pools, self._metrics, resolve)
+        self.metrics_port: int | None = None
+        """The bound HTTP port once it is entered, if there is one."""
         self._config = config
         self._open_client = open_client
-        self._resolve = resolve
         self._is_closed = False
         self._checks = HealthService(["", LIVENESS, READINESS, SERVICE])
         self._lookup: KeyLookup | None = None
-        self._stack = AsyncExitStack()
-        self._background: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
@@ -100,80 +87,48 @@ class Picker:
             "; ".join(f"{engine.url}: {engine.unavailable_reason}" for engine in self.engines) or "no engine is known"
         )
 
-    async def __aenter__(self) -> Self:
+    async def _start(self, stack: AsyncExitStack) -> None:
         config = self._config
-        async with AsyncExitStack() as stack:
-            session = await stack.enter_async_context(open_session())
-            upstream = Upstream(session, config.engine_tls.client_contexts())
-            monitor = HealthMonitor(
-                interval_seconds=config.health_interval,
-                timeout_seconds=config.health_timeout,
-                api_key=config.engine_api_key,
+        endpoints = await self._open_endpoints(stack, [name_of(url, BOTH) for url in config.engines])
+        if config.policy == "kv_aware":
+            client = self._open_client(config.coordinator_address, config.credentials, config.lookup_timeout)
+            stack.push_async_callback(client.aclose)
+            self._lookup = KeyLookup(client, self._metrics, config.cluster_secret.encode())
+            stack.push_async_callback(self._lookup.aclose)
+        picker = EnginePicker(self.pools.decode, endpoints.clients, self._lookup, self._metrics, config.session_header)
+        authenticator = Authenticator(config.auth_tokens)
+        service = ExternalProcessorService(
+            picker,
+            endpoints,
+            self._metrics,
+            self._client_salts(authenticator),
+            config,
+        )
+        server = await rpc.make_server(
+            [SERVICE],
+            authenticator=authenticator,
+            checks=self._checks,
+            max_message_bytes=config.max_body_bytes + MESSAGE_OVERHEAD_BYTES,
+        )
+        add_ExternalProcessorServicer_to_server(service, server)
+        await self._set_ready(False)
+        stack.push_async_callback(self._stop_background)
+        stack.push_async_callback(self._stop, server)
+        self.port = bind_grpc(server, config.host, config.port, "port", config.client_tls)
+        if config.metrics_port not in (None, OFF):
+            options = HttpOptions(
+                host=config.host,
+                port=config.metrics_port,
+                key="metrics_port",
+                credentials=config.client_tls,
+                name="lmkv-picker-http",
             )
-            endpoints = Endpoints(
-                [name_of(url, BOTH) for url in config.engines], upstream, monitor, self._pools, self._resolve
-            )
-            if config.policy == "kv_aware":
-                client = self._open_client(config.coordinator_address, config.credentials, config.lookup_timeout)
-                stack.push_async_callback(client.aclose)
-                self._lookup = KeyLookup(client, self._metrics, config.cluster_secret.encode())
-                stack.push_async_callback(self._lookup.aclose)
-            picker = EnginePicker(
-                self._pools.decode, endpoints.clients, self._lookup, self._metrics, config.session_header
-            )
-            authenticator = Authenticator(config.auth_tokens)
-            service = ExternalProcessorService(
-                picker,
-                endpoints,
-                self._metrics,
-                ClientSalts(
-                    config.cache_salt_policy,
-                    config.cluster_secret,
-                    config.user_header,
-                    authenticator,
-                    config.engine_api_key,
-                ),
-                config,
-            )
-            server = await rpc.make_server(
-                [SERVICE],
-                authenticator=authenticator,
-                checks=self._checks,
-                max_message_bytes=config.max_body_bytes + MESSAGE_OVERHEAD_BYTES,
-            )
-            add_ExternalProcessorServicer_to_server(service, server)
-            await self._set_ready(False)
-            stack.push_async_callback(self._stop_background)
-            stack.push_async_callback(self._stop, server)
-            self.port = self._bind(server)
-            if config.metrics_port not in (None, OFF):
-                options = HttpOptions(
-                    host=config.host,
-                    port=config.metrics_port,
-                    key="metrics_port",
-                    credentials=config.client_tls,
-                    name="lmkv-picker-http",
-                )
-                http = HttpServer(self._app(authenticator), options)
-                stack.push_async_callback(http.aclose)
-                self.metrics_port = http.port
-                await http.start()
-            await server.start()
-            self._background = asyncio.create_task(self._run_background(endpoints), name="lmkv-picker-background")
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def wait(self) -> None:
-        """Waits while the picker serves. Raises the error that stopped its background tasks, if one did."""
-        if self._background is not None:
-            await asyncio.shield(self._background)
-
-    async def aclose(self) -> None:
-        """Stops serving; streams in flight get `stop_timeout`. Idempotent."""
-        await self._stack.aclose()
+            http = HttpServer(self._app(authenticator), options)
+            stack.push_async_callback(http.aclose)
+            self.metrics_port = http.port
+            await http.start()
+        await server.start()
+        self._background = asyncio.create_task(self._run_background(endpoints), name="lmkv-picker-background")
 
     async def _run_background(self, endpoints: Endpoints) -> None:
         async with asyncio.TaskGroup() as group:
@@ -199,21 +154,6 @@ class Picker:
         self._is_closed = True
         await self._set_ready(False)
         await server.stop(self._config.stop_timeout)
-
-    async def _stop_background(self) -> None:
-        background, self._background = self._background, None
-        if background is not None:
-            background.cancel()
-            await asyncio.gather(background, return_exceptions=True)
-
-    def _bind(self, server: grpc.aio.Server) -> int:
-        config = self._config
-        listen(config.host, config.port, "port").close()  # raises the reason, which gRPC only logs
-        try:
-            return rpc.add_port(server, address(config.host, config.port), config.client_tls)
-        except RuntimeError as error:
-            reason = f"port {config.port} on {config.host} cannot be bound ({error}); set port to a free one"
-            raise ConfigError(reason, key="port") from None
 
     def _app(self, authenticator: Authenticator) -> ProxyApp:
         async def alive(_: Request) -> Response:
