@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -62,27 +63,37 @@ def digest_of(*fields: str) -> str:
     return sha256(pack_fields(field.encode() for field in fields)).hexdigest()[:32]
 
 
-def weights_identity(
-    model: str,
-    commit: str | None,
-    *,
-    revision: str | None = None,
-    cache: str | None = None,
-    loaded_after: float | None = None,
-) -> str:
-    """Identity of the weights of a model: a digest over a local folder, or `name@commit` of a hub model.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsSource:
+    """The place from which an engine has loaded the weights of a model."""
 
-    `commit` is that of the hub model if it is known; else it is that of `revision` in the hub's `cache`. Raises
-    `ConfigError` if it is not known what the weights are, and as `folder_digest`.
-    """
-    if "://" in model:
-        raise unknown_weights(f"the weights are at {model}")
-    folder = Path(model)
-    if folder.exists():
-        return folder_digest(folder, loaded_after=loaded_after)
-    if not _COMMIT.fullmatch(commit or ""):
-        commit = cached_snapshot(model, revision or commit or "main", cache).name
-    return f"{model}@{commit}"
+    model: str
+    """A folder, or the name of a hub model."""
+    commit: str | None = None
+    """The commit of a hub model if it is known; else it is that of `revision` in the hub's `cache`."""
+    revision: str | None = None
+    cache: str | None = None
+    loaded_after: float | None = None
+    """The weights were loaded after this time, in seconds since 1970; None if that is not known."""
+
+    @property
+    def is_identified(self) -> bool:
+        """Whether it is a folder, or a hub model of a known commit."""
+        return bool(self.model and Path(self.model).exists()) or bool(_COMMIT.fullmatch(self.commit or ""))
+
+    def identity(self) -> str:
+        """Identity of the weights: a digest over a local folder, or `name@commit` of a hub model.
+
+        Raises `ConfigError` if it is not known what the weights are, and as `folder_digest`.
+        """
+        if "://" in self.model:
+            raise unknown_weights(f"the weights are at {self.model}")
+        folder = Path(self.model)
+        if folder.exists():
+            return folder_digest(folder, loaded_after=self.loaded_after)
+        if self.is_identified:
+            return f"{self.model}@{self.commit}"
+        return f"{self.model}@{cached_snapshot(self.model, self.revision or self.commit or 'main', self.cache).name}"
 
 
 def unknown_weights(reason: str) -> ConfigError:
@@ -159,19 +170,17 @@ def is_same_for_any_length(config: Mapping[str, Any]) -> bool:
 
 def shared_identity(
     config: Mapping[str, Any],
+    weights: WeightsSource,
     *,
-    model: str,
-    commit: str | None,
     model_id: str,
     kv_dtype: str,
     quantization: str | None = None,
-    loaded_after: float | None = None,
 ) -> str:
     """Identity of KV that engines of any kind may share: of weights, sizes and rotary form, without an engine.
 
-    `config` is the model's configuration as the engine uses it (`to_dict()`), `model` its folder or name, `model_id`
-    the configured identity, or empty. Raises `ConfigError` for what engines do not, or are not known to, compute alike,
-    and as `weights_identity`.
+    `config` is the model's configuration as the engine uses it (`to_dict()`), `model_id` the configured identity, or
+    empty. Raises `ConfigError` for what engines do not, or are not known to, compute alike, and as
+    `WeightsSource.identity`.
     """
     kind = str(config.get("model_type"))
     rotary = _rotary(config)
@@ -188,8 +197,8 @@ def shared_identity(
             quantization or config.get("quantization_config")
         ),
         "some layers have a sliding window": bool(config.get("sliding_window")),
-        f"the commit of {model} is not known; load it by its commit, or set model_id": (
-            not model_id and not (model and Path(model).exists()) and not _COMMIT.fullmatch(commit or "")
+        f"the commit of {weights.model} is not known; load it by its commit, or set model_id": (
+            not model_id and not weights.is_identified
         ),
     }
     for reason, refused in refusals.items():
@@ -198,8 +207,7 @@ def shared_identity(
     sizes = {name: config.get(name) for name in SHARED_FIELDS}
     sizes["head_dim"] = sizes["head_dim"] or int(config["hidden_size"]) // int(config["num_attention_heads"])
     fields = [json.dumps(part, sort_keys=True, default=str) for part in (sizes, rotary)]
-    weights = model_id or weights_identity(model, commit, loaded_after=loaded_after)
-    return "shared:" + digest_of(*fields, SHARED_ROTARY_FORMS[kind], weights)
+    return "shared:" + digest_of(*fields, SHARED_ROTARY_FORMS[kind], model_id or weights.identity())
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:

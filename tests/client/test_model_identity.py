@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from lmkv.errors import ConfigError
 from lmkv_client.file_digests import Stamp
-from lmkv_client.model_identity import SHARED_FIELDS, shared_identity, weights_identity
+from lmkv_client.model_identity import SHARED_FIELDS, WeightsSource, shared_identity
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -30,8 +31,9 @@ SCALED = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0}
 
 
 def identity(config: dict[str, Any] | None = None, **named: Any) -> str:
-    values: dict[str, Any] = {"model": "hub/llama", "commit": COMMIT, "model_id": "", "kv_dtype": "float32"}
-    return shared_identity(config or LLAMA, **(values | named))
+    values: dict[str, Any] = {"model": "hub/llama", "commit": COMMIT, "model_id": "", "kv_dtype": "float32"} | named
+    weights = WeightsSource(model=values.pop("model"), commit=values.pop("commit"))
+    return shared_identity(config or LLAMA, weights, **values)
 
 
 def test_the_identity_of_a_model_never_changes() -> None:
@@ -100,7 +102,7 @@ def test_what_engines_may_not_compute_alike_is_refused(
 
 
 def test_weights_of_a_hub_model_are_those_of_its_commit() -> None:
-    assert weights_identity("hub/llama", COMMIT) == f"hub/llama@{COMMIT}"
+    assert WeightsSource(model="hub/llama", commit=COMMIT).identity() == f"hub/llama@{COMMIT}"
 
 
 def hub_model(cache: Path, commit: str, revision: str = "main") -> None:
@@ -113,13 +115,13 @@ def hub_model(cache: Path, commit: str, revision: str = "main") -> None:
 
 @pytest.mark.parametrize("commit", [None, "main"])
 def test_a_hub_model_of_a_branch_goes_by_the_commit_that_was_downloaded(tmp_path: Path, commit: str | None) -> None:
+    downloaded = WeightsSource(model="hub/llama", commit=commit, cache=str(tmp_path))
     with pytest.raises(ConfigError, match=r"the commit of hub/llama is not known, .*set model_id"):
-        weights_identity("hub/llama", commit, cache=str(tmp_path))
+        downloaded.identity()
     hub_model(tmp_path, COMMIT)
-    assert weights_identity("hub/llama", commit, cache=str(tmp_path)) == f"hub/llama@{COMMIT}"
+    assert downloaded.identity() == f"hub/llama@{COMMIT}"
     hub_model(tmp_path, COMMIT[::-1], "tuned")
-    tuned = weights_identity("hub/llama", commit, revision="tuned", cache=str(tmp_path))
-    assert tuned == f"hub/llama@{COMMIT[::-1]}"
+    assert replace(downloaded, revision="tuned").identity() == f"hub/llama@{COMMIT[::-1]}"
 
 
 def test_weights_that_changed_after_the_engine_was_started_are_not_identified(tmp_path: Path) -> None:
@@ -127,6 +129,7 @@ def test_weights_that_changed_after_the_engine_was_started_are_not_identified(tm
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"some")
     written = Stamp.of(weights).ctime_ns / 1e9
-    assert weights_identity(str(tmp_path), None, loaded_after=written + 1) == weights_identity(str(tmp_path), None)
+    source = WeightsSource(model=str(tmp_path))
+    assert replace(source, loaded_after=written + 1).identity() == source.identity()
     with pytest.raises(ConfigError, match=r"model\.safetensors has changed since the engine began to load it"):
-        weights_identity(str(tmp_path), None, loaded_after=written - 1)
+        replace(source, loaded_after=written - 1).identity()

@@ -12,12 +12,12 @@ from lmkv.spec import KvSpec
 from lmkv_client.connector.vllm_api import LoadConfig, LoRAConfig, ModelConfig, VllmConfig, envs, get_pp_indices
 from lmkv_client.file_digests import process_start
 from lmkv_client.model_identity import (
+    WeightsSource,
     architecture,
     digest_of,
     is_same_for_any_length,
     shared_identity,
     unknown_weights,
-    weights_identity,
 )
 from lmkv_client.plugin import CONFIGURED_AT, SERVED_NAMES
 
@@ -91,7 +91,6 @@ class HeadShare:
 
     @classmethod
     def of_rank(cls, rank: int, rank_count: int, kv_head_count: int) -> HeadShare:
-        """The share of one of `rank_count` ranks."""
         per_head = max(1, rank_count // kv_head_count)
         return cls(first_head=rank * kv_head_count // rank_count, is_writer=rank % per_head == 0)
 
@@ -146,11 +145,17 @@ def model_identity(model: ModelConfig, load: LoadConfig, after: float) -> str:
     `after` is a time before the weights were loaded. Raises as `engine_identity`.
     """
     _check_source(model, load)
-    weights = weights_identity(
-        model.model, _commit(model), revision=model.revision, cache=load.download_dir, loaded_after=after
+    weights = WeightsSource(
+        model=model.model,
+        commit=_commit(model),
+        revision=model.revision,
+        cache=load.download_dir,
+        loaded_after=after,
     )
     quantization = [str(model.quantization or ""), str(getattr(model, "quantization_config", None) or "")]
-    return digest_of(architecture(model.hf_config.to_dict()), str(model.dtype), *quantization, *_how(model), weights)
+    return digest_of(
+        architecture(model.hf_config.to_dict()), str(model.dtype), *quantization, *_how(model), weights.identity()
+    )
 
 
 def loaded_after(vllm_config: VllmConfig) -> float:
@@ -201,12 +206,10 @@ def identity_across_engines(vllm_config: VllmConfig, *, kv_dtype: str, model_id:
         _check_source(model, vllm_config.load_config)
     return shared_identity(
         model.hf_config.to_dict(),
-        model=model.model,
-        commit=_commit(model),
+        WeightsSource(model=model.model, commit=_commit(model), loaded_after=loaded_after(vllm_config)),
         model_id=model_id,
         kv_dtype=kv_dtype,
         quantization=model.quantization,
-        loaded_after=loaded_after(vllm_config),
     )
 
 

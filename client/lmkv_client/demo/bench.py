@@ -52,7 +52,6 @@ class BenchRound:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(one.prompt_tokens for one in self.completions)
 
     @property

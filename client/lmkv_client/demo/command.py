@@ -22,7 +22,15 @@ from lmkv.keys import PAGE_HASH_SCHEME
 from lmkv.runtime.signals import stop_signals
 from lmkv.units import format_bytes
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.measure import COMPLETION_TOKENS, DemoEngine, DemoResult, StoredKv, make_table, measure
+from lmkv_client.demo.measure import (
+    COMPLETION_TOKENS,
+    DemoEngine,
+    DemoPrompts,
+    DemoResult,
+    StoredKv,
+    make_table,
+    measure,
+)
 from lmkv_client.demo.model import SHAPES, make_model
 from lmkv_client.demo.process import available_memory_bytes
 from lmkv_client.demo.sglang_engine import check_sglang
@@ -138,11 +146,10 @@ def _demonstrate(args: argparse.Namespace, folder: Path, logs: Path, progress: C
             cluster.coordinator,
             (first, second),
             StoredKv(token_bytes=shape.kv_bytes_per_token(FLOAT32_BYTES), page_size=PAGE_SIZE if has_pages else 1),
-            prompt_tokens=args.prompt_tokens,
-            vocab_size=shape.vocab_size,
-            rounds=args.rounds,
-            seed=args.seed,
-            progress=progress,
+            DemoPrompts(
+                token_count=args.prompt_tokens, vocab_size=shape.vocab_size, rounds=args.rounds, seed=args.seed
+            ),
+            progress,
         )
         progress("stopping engines, nodes and coordinator")
     return result

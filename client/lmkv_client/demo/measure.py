@@ -135,8 +135,17 @@ class StoredKv:
     """Only whole pages of as many tokens are stored; 1: all tokens."""
 
     def token_count(self, prompt_tokens: int) -> int:
-        """Tokens that are stored of a prompt."""
         return prompt_tokens // self.page_size * self.page_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoPrompts:
+    """Random prompts, a new one for each round."""
+
+    token_count: int
+    vocab_size: int
+    rounds: int
+    seed: int
 
 
 DemoEngine = EngineProcess | SglangEngine
@@ -146,29 +155,25 @@ def measure(
     coordinator: CoordinatorProcess,
     engines: tuple[DemoEngine, DemoEngine],
     kv: StoredKv,
-    *,
-    prompt_tokens: int,
-    vocab_size: int,
-    rounds: int,
-    seed: int,
+    prompts: DemoPrompts,
     progress: Callable[[str], None],
 ) -> DemoResult:
-    """Measures `rounds` rounds, each with a new random prompt, after a short warm-up round.
+    """Measures a round for each prompt, after a short warm-up round.
 
     Raises `LmkvError` if an engine fails, or if the coordinator does not learn what engine 1 stored.
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(prompts.seed)
 
     def measure_prompt(count: int) -> DemoRound:
-        prompt = random.integers(FIRST_BYTE_TOKEN_ID, vocab_size, count).tolist()
+        prompt = random.integers(FIRST_BYTE_TOKEN_ID, prompts.vocab_size, count).tolist()
         return measure_round(coordinator, engines, kv, prompt)
 
-    measure_prompt(min(prompt_tokens, WARM_UP_TOKENS))
+    measure_prompt(min(prompts.token_count, WARM_UP_TOKENS))
     progress("warmed up; engine 2 is connected to engine 1's node")
     measured = []
-    for number in range(1, rounds + 1):
-        measured.append(measure_prompt(prompt_tokens))
-        progress(f"round {number} of {rounds}: {_in_words(measured[-1])}")
+    for number in range(1, prompts.rounds + 1):
+        measured.append(measure_prompt(prompts.token_count))
+        progress(f"round {number} of {prompts.rounds}: {_in_words(measured[-1])}")
     return DemoResult(rounds=measured, engines=(engines[0].kind, engines[1].kind))
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 
 from lmkv.errors import ConfigError
 from lmkv.keys import PAGE_HASH_SCHEME
@@ -18,6 +18,7 @@ from lmkv.spec import KvSpec
 from lmkv_client.file_digests import check_unchanged_since, stamps
 from lmkv_client.model_identity import (
     ADAPTER_CONFIG,
+    WeightsSource,
     adapter_digest,
     architecture,
     cached_snapshot,
@@ -26,7 +27,6 @@ from lmkv_client.model_identity import (
     shared_identity,
     unknown_weights,
     weight_files,
-    weights_identity,
 )
 from lmkv_client.sglang.sglang_api import ModelSource
 
@@ -56,34 +56,38 @@ def kv_dtype(stored: str, flag: str) -> str:
     )
 
 
+class NamedModel(TypedDict, total=False):
+    """Fields of the spec that are as configured."""
+
+    model_name: Required[str]
+    kv_dtype: Required[str]
+    weight_version: str
+
+
 def make_spec(
     tensors: Sequence[Sequence[torch.Tensor]],
-    *,
-    model_name: str,
-    model_id: str,
-    kv_dtype: str,
-    page_size: int,
     shards: Mapping[str, tuple[int, int]],
-    weight_version: str = "",
+    *,
+    page_size: int,
+    model_id: str,
+    **named: Unpack[NamedModel],
 ) -> KvSpec:
     """The spec of the pages of one rank.
 
     `tensors` are those of `pool_tensors`, and `shards` are the ranks and sizes by which the engine divides its KV cache
-    (`sglang_api.shards`). `weight_version` is as configured.
+    (`sglang_api.shards`).
     """
     layer = tensors[0][0]
     shown = "".join(f" {kind} {rank}/{size}" for kind, (rank, size) in shards.items())
     return KvSpec(
-        model_name=model_name,
+        **named,
         model_id=model_id + shown,
-        kv_dtype=kv_dtype,
         layer_count=len(tensors[0]),
         kv_head_count=layer.shape[1],
         head_size=layer.shape[3],
         chunk_size=page_size,
         mla=len(tensors) == 1,
         hash_scheme=PAGE_HASH_SCHEME,
-        weight_version=weight_version,
     )
 
 
@@ -137,12 +141,14 @@ def identity_of(model: ModelSource) -> str:
     `ConfigError` if the weights are not known.
     """
     _check_source(model)
-    after = model.loaded_after
-    weights = [weights_identity(model.path, model.revision, cache=_hub_cache(model), loaded_after=after)]
+    models = [(model.path, model.revision)]
     if model.draft_path:
-        weights.append(
-            weights_identity(model.draft_path, model.draft_revision, cache=_hub_cache(model), loaded_after=after)
-        )
+        models.append((model.draft_path, model.draft_revision))
+    cache, after = _hub_cache(model), model.loaded_after
+    weights = [
+        WeightsSource(model=path, commit=revision, cache=cache, loaded_after=after).identity()
+        for path, revision in models
+    ]
     return digest_of(architecture(model.config), model.dtype, model.quantization, *weights, *_how(model))
 
 
@@ -260,10 +266,12 @@ def identity_across_engines(
         _check_source(model)
     return shared_identity(
         config,
-        model=model.path,
-        commit=config.get("_commit_hash") or model.revision,
+        WeightsSource(
+            model=model.path,
+            commit=config.get("_commit_hash") or model.revision,
+            loaded_after=model.loaded_after,
+        ),
         model_id=model_id,
         kv_dtype=kv_dtype,
         quantization=model.quantization,
-        loaded_after=model.loaded_after,
     )

@@ -102,11 +102,11 @@ class PageStore:
                 model_id = identity_across_engines(model, config, model_id=model_id, kv_dtype=dtype, shards=shards)
             spec = make_spec(
                 tensors,
-                model_name=model_name,
-                model_id=(model_id or identity_of(model)) + adapters_identity(model),
-                kv_dtype=dtype,
+                shards,
                 page_size=page_size,
-                shards=shards,
+                model_id=(model_id or identity_of(model)) + adapters_identity(model),
+                model_name=model_name,
+                kv_dtype=dtype,
                 weight_version=self.settings.weight_version,
             )
             return self._attach(spec, tensors)
@@ -115,7 +115,6 @@ class PageStore:
         self._engine.wait(None if model.loaded_after is None else time.time() - model.loaded_after)
 
     def _attach(self, spec: KvSpec, tensors: LayerTensors) -> Engine:
-        """Attaches with this spec."""
         engine = Engine.attach(spec, config=self.settings)
         try:
             self._copier = engine.register(make_pages(tensors))

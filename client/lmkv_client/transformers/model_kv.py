@@ -15,7 +15,7 @@ from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
 from lmkv.spec import DTYPE_BYTES, KvSpec
 from lmkv_client.file_digests import MAX_THREADS
-from lmkv_client.model_identity import architecture, digest_of, shared_identity
+from lmkv_client.model_identity import WeightsSource, architecture, digest_of, shared_identity
 from lmkv_client.processors import PROCESSORS
 from lmkv_client.transformers.inputs import has_adapters
 
@@ -30,8 +30,6 @@ REMEDY = "use the model without lmkv"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelKv:
-    """The KV of one model."""
-
     spec: KvSpec
     dtype: torch.dtype
     devices: tuple[torch.device, ...]
@@ -137,8 +135,7 @@ def _identity(model: Any, config: ConnectorConfig, kv_dtype: str) -> str:
     if config.share_across_engines:
         return shared_identity(
             described,
-            model=model.config.name_or_path,
-            commit=getattr(model.config, "_commit_hash", None),
+            WeightsSource(model=model.config.name_or_path, commit=getattr(model.config, "_commit_hash", None)),
             model_id=config.model_id,
             kv_dtype=kv_dtype,
         )

@@ -57,5 +57,4 @@ def scripted_config(tiny_model: Path) -> VllmConfig:
 
 @pytest.fixture
 def make_engine(scripted_config: VllmConfig) -> Callable[..., SimulatedEngine]:
-    """Makes a `SimulatedEngine`."""
     return lambda **options: SimulatedEngine(scripted_config, **options)

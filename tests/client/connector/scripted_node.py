@@ -50,7 +50,6 @@ class HeldParts(HeldKeys):
     """Items that are held, by key, and the partial chunks of a prompt among them."""
 
     def tails(self, chunk_count: int) -> Iterable[Tail]:
-        """As `Held.tails`."""
         prompt = self._prompt
         for tail in prompt.partials(chunk_count, range(1, prompt.spec.chunk_size)):
             if all(part_key(tail.key, part) in self._keys for part in prompt.tail_parts(chunk_count, tail)):

@@ -129,7 +129,6 @@ class SimulatedWorker:
         self._pages.pop(block_id, None)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copies a page to another."""
         self._pages[target] = list(self._pages[source])
 
     def slots(self, copy: ChunkCopy) -> Iterator[tuple[list[int], int]]:

@@ -43,7 +43,7 @@ from lmkv_client.connector.engine_kv import (
 from lmkv_client.connector.vllm_api import VLLM_VERSION, attention_isa
 from lmkv_client.connector.worker.page_copier import check_packing
 from lmkv_client.demo.model import make_model
-from lmkv_client.model_identity import shared_identity
+from lmkv_client.model_identity import WeightsSource, shared_identity
 from lmkv_kernels import token_rows
 from tests.client.connector.conftest import make_vllm_config
 from tests.client.connector.simulated_models import require_groups
@@ -149,7 +149,7 @@ def test_what_the_operator_names_is_the_identity_of_the_weights(tiny_config: Vll
 def test_what_engines_of_other_kinds_share_has_no_engine_in_it(tiny_config: VllmConfig, tiny_model: Path) -> None:
     spec = spec_of(tiny_config, share_across_engines=True)
     config = tiny_config.model_config.hf_config.to_dict()
-    identity = shared_identity(config, model=str(tiny_model), commit=None, model_id="", kv_dtype="bfloat16")
+    identity = shared_identity(config, WeightsSource(model=str(tiny_model)), model_id="", kv_dtype="bfloat16")
     assert (spec.model_id, spec.format, spec.block_size, spec.tile_isa) == (identity, TOKEN_MAJOR, 0, "")
     assert spec.fingerprint != spec_of(tiny_config, kv_format="token_major").fingerprint
     named = spec_of(tiny_config, share_across_engines=True, model_id="llama@7").model_id

@@ -52,8 +52,6 @@ def buffers(seed: int, shape: Sequence[int]) -> list[torch.Tensor]:
 
 @dataclass(kw_only=True)
 class ServerArgsFields:
-    """The fields of `ServerArgs`."""
-
     served_model_name: str = "tiny"
 
 

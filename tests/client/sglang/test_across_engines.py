@@ -12,7 +12,7 @@ import torch
 from lmkv.errors import ConfigError
 from lmkv_client.demo.model import TINY, make_model
 from lmkv_client.engine import Engine, Written
-from lmkv_client.model_identity import shared_identity
+from lmkv_client.model_identity import WeightsSource, shared_identity
 from lmkv_client.sglang import LmkvStorage
 from lmkv_client.sglang.kv_spec import identity_across_engines
 from lmkv_client.sglang.sglang_api import ModelSource, served_model, used_config
@@ -57,7 +57,7 @@ def storage(model: ModelSource, runtime_dir: Path) -> Iterator[LmkvStorage]:
 @pytest.fixture
 def other(storage: LmkvStorage, model: ModelSource, runtime_dir: Path) -> Iterator[Engine]:
     """An engine of another kind that knows the tokens, at the same node."""
-    identity = shared_identity(model.config, model=model.path, commit=None, model_id="", kv_dtype="bfloat16")
+    identity = shared_identity(model.config, WeightsSource(model=model.path), model_id="", kv_dtype="bfloat16")
     spec = make_spec(
         model_name="another name",
         model_id=identity,
@@ -101,7 +101,7 @@ def test_chunks_are_read_as_pages(storage: LmkvStorage, other: Engine) -> None:
 
 def test_what_engines_share_has_no_engine_in_it(model: ModelSource) -> None:
     identity = identity_across_engines(model, used_config(model), model_id="", kv_dtype="float32", shards={})
-    assert identity == shared_identity(model.config, model=model.path, commit=None, model_id="", kv_dtype="float32")
+    assert identity == shared_identity(model.config, WeightsSource(model=model.path), model_id="", kv_dtype="float32")
     named = identity_across_engines(model, used_config(model), model_id="llama@7", kv_dtype="float32", shards={})
     assert named.startswith("shared:")
     assert named != identity

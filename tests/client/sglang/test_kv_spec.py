@@ -48,8 +48,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 def spec_of(layout: str = "page_first", *, is_mla: bool = False, **changes: Any) -> KvSpec:
     fields: dict[str, Any] = {"model_name": "tiny", "model_id": "id", "kv_dtype": "bfloat16", "page_size": PAGE_SIZE}
-    fields |= {"shards": {}} | changes
-    return make_spec(pool_tensors(host_pool(layout, is_mla=is_mla), is_mla=is_mla), **fields)
+    fields |= changes
+    shards = fields.pop("shards", {})
+    return make_spec(pool_tensors(host_pool(layout, is_mla=is_mla), is_mla=is_mla), shards, **fields)
 
 
 def test_a_chunk_is_a_page() -> None:

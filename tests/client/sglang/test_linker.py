@@ -89,7 +89,6 @@ def page(pool: Any, number: int) -> torch.Tensor:
 
 
 def check_pages(pool: Any, numbers: Sequence[int], source: Any, own: Sequence[int]) -> None:
-    """These pages are those of the source."""
     assert all(torch.equal(page(pool, number), page(source, other)) for number, other in zip(numbers, own, strict=True))
 
 

@@ -13,7 +13,6 @@ from tests.support.encryption_keys import key_line, write_keys
 
 
 def remote_finding(**values: object) -> Finding:
-    """The one finding."""
     (finding,) = check_remote(NodeConfig(**values))  # type: ignore[arg-type]
     return finding
 
@@ -43,7 +42,6 @@ def test_a_store_that_is_not_there_names_the_fix() -> None:
 
 
 def encryption_finding(path: str) -> Finding:
-    """The one finding."""
     (finding,) = check_encryption(NodeConfig(encryption_key_file=path))
     return finding
 
