@@ -87,7 +87,6 @@ class Workload:
         self.documents = [] if self.is_new else [prompts.make(DOCUMENT_TOKENS) for _ in range(self.document_count)]
 
     def prompts(self, level: str, count: int) -> list[list[int]]:
-        """The prompts of a level."""
         number = list(LEVELS).index(level)
         made = Prompts(seed=100 + number)
         if self.is_new:
@@ -193,7 +192,6 @@ def _measure_cell(
     levels: Mapping[str, Level],
     alone: Mapping[str, Mapping[str, Measured]],
 ) -> dict[str, Measured]:
-    """All levels with one system."""
     workload, prompts = workload_of(cell, run.report.settings["documents"]), Prompts(seed=6)
 
     def ask(prompt: Sequence[int]) -> Completion:

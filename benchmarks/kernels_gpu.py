@@ -47,8 +47,6 @@ NO_DEVICE = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredGpu:
-    """Where it is measured."""
-
     device: Device
     program: Program
     memory: str

@@ -75,7 +75,6 @@ class Turn:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(completion.prompt_tokens for completion in self.completions)
 
 

@@ -47,7 +47,6 @@ class EndIndex(Generic[Id]):
         return parent in self._sorted
 
     def token_count(self, chunk: Id) -> int:
-        """All tokens of a chunk that the index has."""
         return self._chunks[chunk][1]
 
     def beginning_as(self, parent: bytes, digests: bytes) -> Iterator[tuple[int, Id]]:

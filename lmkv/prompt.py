@@ -127,13 +127,11 @@ class Prompt:
 
     @property
     def keys(self) -> Sequence[ChunkKey]:
-        """The keys of the chunks."""
         if self._listed is None:
             self._listed = split_keys(self._packed or b"", limit=self._count)
         return self._listed
 
     def key(self, part: int, chunk: int) -> ChunkKey:
-        """The key of one part of a chunk."""
         if not part:
             return self._key(chunk)
         keys = self._part_keys.get(part)
@@ -310,7 +308,6 @@ class Items:
 
     @cached_property
     def keys(self) -> Sequence[ChunkKey]:
-        """Key of each item."""
         if self.spec.matches_prefixes:
             (chunks,) = self._ranges
             if self.hit.tail:
@@ -321,12 +318,10 @@ class Items:
 
     @cached_property
     def parts(self) -> NDArray[np.int64]:
-        """Part of each item."""
         return np.repeat(np.arange(len(self._ranges)), [len(chunks) for chunks in self._ranges])
 
     @cached_property
     def chunks(self) -> NDArray[np.int64]:
-        """Chunk of each item."""
         return np.concatenate([np.arange(chunks.start, chunks.stop) for chunks in self._ranges])
 
     @cached_property
@@ -350,7 +345,6 @@ class Items:
         return part, self._ranges[part][index - self._starts[part]]
 
     def key(self, index: int) -> ChunkKey:
-        """Key of one item."""
         part, chunk = self.at(index)
         if self.hit.tail and chunk == self.hit.chunk_count:
             return part_key(self.hit.tail.key, part)
@@ -460,11 +454,9 @@ class HeldKeys:
         self._keys = keys
 
     def prefix(self, part: int, count: int) -> int:
-        """As `Held.prefix`."""
         return next((chunk for chunk in range(count) if self._prompt.key(part, chunk) not in self._keys), count)
 
     def flags(self, part: int, start: int, stop: int) -> bytes:
-        """As `Held.flags`."""
         return bytes([self._prompt.key(part, chunk) in self._keys for chunk in range(start, stop)])
 
     def tails(self, _: int) -> Iterable[Tail]:

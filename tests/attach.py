@@ -43,7 +43,6 @@ def request(**named: Any) -> pb.AttachRequest:
 
 
 def events(message: pb.AttachResponse, kind: str) -> Iterator[Any]:
-    """The events of one kind."""
     return (getattr(event, kind) for event in message.events if event.WhichOneof("event") == kind)
 
 

@@ -47,8 +47,6 @@ SPEC = KvSpec(
 
 
 class ScaledNode:
-    """One of them."""
-
     def __init__(self, number: int, chunk_count: int) -> None:
         self._number = number
         self._random = random.Random(-number)
@@ -63,7 +61,6 @@ class ScaledNode:
 
     @asynccontextmanager
     async def member(self, coordinator_addresses: Sequence[str]) -> AsyncIterator[FleetMembership]:
-        """Its membership, for a while."""
         async with (
             self._orders,
             FleetMembership(coordinator_addresses, FleetContext(node=self, orders=self._orders)) as fleet,
@@ -104,7 +101,6 @@ class ScaledNode:
         """All nodes have the same KvSpec."""
 
     def snapshot(self) -> Iterator[HeldChunk]:
-        """Its chunks."""
         for key in self._held:
             yield HeldChunk(tier=HOST, fingerprint=SPEC.fingerprint, key=key, token_count=SPEC.chunk_size)
 

@@ -43,7 +43,6 @@ READ_SECONDS = 30.0
 
 
 def keys_of(count: int) -> list[ChunkKey]:
-    """Keys of `count` chunks."""
     return [ChunkKey(index.to_bytes(16, "big")) for index in range(1, count + 1)]
 
 
@@ -189,7 +188,6 @@ class OwnerProcess:
             self._process.communicate()
 
     def holder(self, chunk_count: int) -> Holder:
-        """The owner as a holder of `chunk_count` chunks."""
         return Holder(
             instance_id=self.NAME,
             epoch=self.said.epoch,
@@ -203,7 +201,6 @@ class OwnerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process."""
         return self._process.pid
 
     def serve_bare(self) -> None:

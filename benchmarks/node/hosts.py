@@ -26,8 +26,6 @@ OWN_NETWORK = "198.18.78"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """One host."""
-
     address: str
     prefix: Sequence[str] = ()
     """What a command line begins with to run there."""

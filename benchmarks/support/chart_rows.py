@@ -16,7 +16,6 @@ SECOND = Series("lmkv, second value", "#8b6fc8")
 
 
 def by_name(report: Report) -> dict[str, Row]:
-    """The rows of a report, by their names."""
     return {row.name: row for row in report.rows}
 
 

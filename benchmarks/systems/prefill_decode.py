@@ -105,7 +105,6 @@ def thawed(frozen: Sequence[ServerProcess]) -> Iterator[None]:
 
 
 def send(number: signal.Signals, to: Sequence[ServerProcess]) -> None:
-    """Sends a signal to all processes of these servers."""
     for pid in [pid for server in to if server.alive for pid in session_pids(server.pid)]:
         os.kill(pid, number)
 

@@ -69,7 +69,6 @@ class Chunks:
 
     @property
     def size_bytes(self) -> int:
-        """Of all chunks."""
         return self.pool.size_bytes
 
     def part(self, index: int) -> memoryview:

@@ -85,7 +85,6 @@ class Pages:
 
     @property
     def chunk_layers(self) -> int:
-        """Layers of a chunk."""
         return self.layer_count or len(self.layer_addresses)
 
     @property

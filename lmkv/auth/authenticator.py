@@ -63,7 +63,6 @@ class Authenticator:
         return self._callers.get() if self._callers else _NO_CALLERS
 
     def quota(self, tenant: str) -> TenantQuota:
-        """The quota of a tenant."""
         return self.callers.quotas.get(tenant, NO_QUOTA)
 
     @property

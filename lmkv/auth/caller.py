@@ -240,7 +240,6 @@ class Callers:
         return frozenset(caller.tenant for caller in self._callers.values()) | self.quotas.keys()
 
     def find(self, token: str) -> Caller | None:
-        """The caller with this token, or None."""
         digest = hashlib.sha256(token.encode()).digest()
         caller = self._callers.get(self._lookup_key(digest))
         return caller if caller is not None and hmac.compare_digest(caller.digest, digest) else None

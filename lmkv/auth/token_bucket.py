@@ -29,7 +29,6 @@ class TokenBucket:
         """Requests between `acquire` and `release`."""
 
     def has_limits(self, per_second: int, concurrent: int) -> bool:
-        """Whether the limits are these."""
         return (per_second, concurrent) == (self._per_second, self._concurrent)
 
     def acquire(self, now: float) -> None:

@@ -133,6 +133,5 @@ class Gap(NamedTuple):
 
 
 def unencrypted(gaps: Iterable[Gap]) -> Iterator[ConfigError]:
-    """An error for each gap."""
     for gap in gaps:
         yield ConfigError(f"require_encryption: {gap.key}: {gap.why}; {gap.fix}", key=gap.key)

@@ -108,7 +108,6 @@ class Failover(Generic[Target]):
         return self._targets[self._index]
 
     def in_order(self) -> tuple[Target, ...]:
-        """All targets, from the current one on."""
         return (*self._targets[self._index :], *self._targets[: self._index])
 
     def report_failure(self, target: Target) -> None:

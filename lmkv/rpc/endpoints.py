@@ -235,7 +235,6 @@ class ReloadingChannel(grpc.aio.Channel):
         await self._current.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """The state of the connection."""
         return self.current.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:

@@ -54,7 +54,6 @@ def from_status(status: status_pb2.Status) -> LmkvError:
 
 
 def _unpack(detail: any_pb2.Any, info: error_details_pb2.ErrorInfo) -> bool:
-    """Whether a detail is an `ErrorInfo`, which is then in `info`."""
     try:
         return bool(detail.Unpack(info))
     except DecodeError:

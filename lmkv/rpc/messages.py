@@ -25,7 +25,6 @@ def by_keys(chunk_keys: Iterable[bytes], *, fingerprint: bytes = b"") -> PromptS
 
 
 def names_chunks(prompt: PromptSelector) -> bool:
-    """Whether it names any chunk."""
     return bool(prompt.tokens.token_ids or prompt.keys.chunk_keys)
 
 

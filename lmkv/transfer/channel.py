@@ -97,7 +97,6 @@ class ReadAccess:
         self._grants.pop(grant_id.encode(), None)
 
     def find(self, token: bytes) -> PeerReader | None:
-        """The reader with this token."""
         return self._readers.get(_digest(token))
 
     def check(self, reader: PeerReader, grant_id: bytes, ranges: Iterable[ByteRange]) -> bool:

@@ -56,7 +56,6 @@ class Fleet:
         return {victim.name: victim for victim in (*self.nodes, *self.coordinators, *self.stores)}
 
     def links_of(self, node: str) -> list[Link]:
-        """Every link from or to a node."""
         return [link for name, link in self.links.items() if node in name.split(">")]
 
     async def __aenter__(self) -> Self:

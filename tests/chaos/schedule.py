@@ -64,8 +64,6 @@ DELAYS = (0.01, 0.05, 0.3)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One fault."""
-
     at: float
     """When it begins, in seconds from the start."""
     kind: Kind

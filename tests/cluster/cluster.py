@@ -195,7 +195,6 @@ class Cluster:
         await self.wait_until(lambda: all(each.is_ready for each in chosen), "all pods are ready", timeout_seconds)
 
     async def wait_until(self, condition: Callable[[], object], what: str, timeout_seconds: float = 60.0) -> None:
-        """Waits for a condition."""
 
         async def ask() -> object:
             return condition()
@@ -218,7 +217,6 @@ class Cluster:
             await asyncio.sleep(POLL_SECONDS)
 
     async def delete(self, running: RunningPod, *, force: bool = False) -> Stop:
-        """Deletes a pod."""
         stop = await running.delete(force=force)
         del self.running[running.pod.name]
         self._update_names()

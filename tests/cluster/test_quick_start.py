@@ -24,7 +24,6 @@ CPU = {"lmkv-vllm": "lmkv-vllm-cpu"}
 
 
 def page_values() -> dict[str, Any]:
-    """The values of the page."""
     (block,) = re.findall(r"^```yaml\n# values.yaml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     values: dict[str, Any] = yaml.safe_load(block)
     return values

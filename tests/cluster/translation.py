@@ -179,7 +179,6 @@ def folders(pod: Pod, manifests: Sequence[Manifest], places: Places) -> dict[str
 
 
 def folder_of(volume: Manifest, pod: Pod, manifests: Sequence[Manifest], places: Places, group: int | None) -> Folder:
-    """The folder of one volume."""
     (kind,) = volume.keys() - {"name"}
     source = volume[kind]
     if kind == "hostPath":

@@ -52,7 +52,6 @@ class Served:
         return TOLERANCE if self.architecture.dtype == "float32" else 0.0
 
     def prompt(self, token_count: int = PROMPT_TOKENS, *, prefix: Sequence[int] = ()) -> list[int]:
-        """A new prompt."""
         self._seed += 1
         return make_prompt(self._seed, token_count, prefix=prefix)
 

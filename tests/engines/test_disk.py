@@ -88,7 +88,6 @@ class Disk:
         eventually(is_back, "the engine has a node again")
 
     def kill_node(self) -> Life:
-        """Kills the node; what it was."""
         before = Life(self._coordinator.instances()[NAME].epoch, self.engine.log().count(ATTACHED))
         (pid,) = self.cluster.node_pids(NAME)
         kill(pid)

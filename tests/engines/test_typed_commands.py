@@ -39,7 +39,6 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def with_model(folder: Path, tiny_model: Path) -> Path:
-    """The folder with a model `MODEL`."""
     shutil.copytree(tiny_model, folder / "MODEL")
     return folder
 

@@ -33,8 +33,6 @@ class TooMuchWork(AssertionError):
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One target."""
-
     name: str
     run: Callable[[bytes], None]
     seeds: Sequence[bytes]
@@ -51,7 +49,6 @@ class Target:
 
 
 def target_names() -> list[str]:
-    """All targets."""
     return sorted(file.stem for file in (FOLDER / "targets").glob("*.py"))
 
 

@@ -43,7 +43,6 @@ def notes(values: Mapping[str, Any]) -> str:
 
 @cache
 def values_of(case: str) -> Mapping[str, Any]:
-    """The values of a case."""
     values: Mapping[str, Any] = yaml.safe_load((CASES / case / "values.yaml").read_text()) or {}
     return values
 
@@ -78,12 +77,10 @@ def pods(manifests: list[Manifest] | tuple[Manifest, ...]) -> Iterator[tuple[str
 
 
 def containers(pod: Manifest) -> list[Manifest]:
-    """All containers of a pod."""
     return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
 
 
 def variable(container: Manifest, name: str) -> dict[str, Any]:
-    """A variable of a container, without its name."""
     (found,) = (each for each in container["env"] if each["name"] == name)
     return {key: value for key, value in found.items() if key != "name"}
 

@@ -79,7 +79,6 @@ class LocalPod:
         return place
 
     def container(self, name: str) -> Manifest:
-        """The container of that name."""
         (found,) = (each for each in containers(self.pod) if each["name"] == name)
         return found
 

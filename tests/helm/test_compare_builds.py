@@ -49,7 +49,6 @@ def script() -> Any:
 
 
 def layer(files: Mapping[str, bytes], *, seconds: int = FIRST_TIME, mode: int = 0o644) -> bytes:
-    """A layer with these files."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as archive:
         for name, content in files.items():

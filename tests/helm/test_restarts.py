@@ -106,7 +106,6 @@ class Host:
         self.made: list[LocalPod] = []
 
     def pod(self, node: Values, owner: str = "DaemonSet/demo-lmkv-node", name: str = "") -> LocalPod:
-        """A new pod for these values of the node."""
         small = {"maxLocalCpuSize": 0.0625, "transferChannel": "tcp"}
         values = {
             "node": {**small, **self._ports, **node},

@@ -89,13 +89,11 @@ class Recorder(Tap):
         return round(time.monotonic() - self._begin, 6)
 
     def stream(self, name: str) -> str:
-        """A name for one stream."""
         return f"{name} {next(self._streams)}"
 
     def open(
         self, call: str, server: str, request: Summary, actor: str = "", stream: str = "", start: float | None = None
     ) -> Call:
-        """A call that starts now, or has started before."""
         fields = {"call": call, "actor": actor or ACTOR.get(), "server": server, "stream": stream}
         opened = Call(self, fields | {"request": request, "start": self.now() if start is None else start})
         self.calls.add(opened)

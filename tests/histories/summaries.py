@@ -56,7 +56,6 @@ def lookup_answer(answer: cache_pb.LookupResponse | lookup_pb.LookupResponse) ->
 
 
 def node_lookup_request(request: lookup_pb.LookupRequest) -> Summary:
-    """Of a lookup of a node."""
     return {"keys": key_names(request.chunk_keys), "excluded": request.excluded_instance_id}
 
 

@@ -54,8 +54,6 @@ class Counterexample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exploration:
-    """What was explored."""
-
     state_count: int
     transition_count: int
     depth: int

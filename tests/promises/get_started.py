@@ -27,7 +27,6 @@ def not_run(page: Path, block: list[str]) -> str:
 
 
 def is_run_by_ci(page: Path, block: list[str]) -> bool:
-    """Whether `.ci/run` runs a block."""
     return page.name in RUN_BY_CI and block[0].startswith(RUN_BY_CI[page.name])
 
 

@@ -92,7 +92,6 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(dist: Path) -> Path:
-    """The wheel."""
     (built,) = dist.glob("*.whl")
     return built
 

@@ -21,7 +21,6 @@ HASH = "sha256:" + "0" * 64
 
 @pytest.fixture(scope="module")
 def audit() -> Iterator[ModuleType]:
-    """The module of `make audit`."""
     loader = SourceFileLoader("lmkv_audit", str(ROOT / "scripts" / "audit"))
     spec = importlib.util.spec_from_loader("lmkv_audit", loader)
     assert spec is not None

@@ -59,7 +59,6 @@ class Fleet:
         }
 
     async def stop(self) -> None:
-        """Stops all of it."""
         await self._stack.aclose()
 
     async def restart(self) -> None:

@@ -371,7 +371,6 @@ class Engines:
         self.node.tier.drop(chunk_keys(0, 1, 2))
 
     async def use(self) -> None:
-        """What an engine does."""
         self._engine_count += 1
         async with EngineClient(self.node, f"engine-{self._engine_count}", wants_tier_changes=True) as engine:
             found = await engine.lookup("request", chunk_keys(0, 1, 2), reserve_count=3)

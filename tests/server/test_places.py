@@ -86,7 +86,6 @@ async def silent(port: int, count: int, sent: bytes = b"") -> AsyncIterator[None
 
 
 def client(url: str, address: str) -> httpx.AsyncClient:
-    """A client with an address of its own."""
     transport = httpx.AsyncHTTPTransport(local_address=address, limits=httpx.Limits(max_connections=None))
     return httpx.AsyncClient(base_url=url, transport=transport, timeout=WAIT_SECONDS)
 
@@ -100,7 +99,6 @@ async def ask(url: str, method: str, path: str, **options: Any) -> None:
 
 @asynccontextmanager
 async def proxy_of(**settings: Any) -> AsyncIterator[tuple[Proxy, ScriptedEngine]]:
-    """A proxy and its engine."""
     engine = ScriptedEngine()
     await engine.start()
     config = ProxyConfig(port=0, mode="route", engines=(engine.url,), stop_timeout=0.0, **settings)

@@ -29,7 +29,6 @@ LABELS = {"rpc_method", "rpc_response_status_code"}
 
 @pytest.fixture(scope="module")
 def rules() -> list[dict[str, Any]]:
-    """All rules."""
     return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 
 

@@ -132,7 +132,6 @@ class Fleet:
             os.kill(pid, signal.SIGKILL)
 
     def end_nodes(self) -> None:
-        """Ends all nodes."""
         end_processes(self.node_pids())
 
 

@@ -76,8 +76,6 @@ class SglangAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedAnswer(SglangAnswer):
-    """An answer that was streamed."""
-
     seconds: float
     """From the request to the first token."""
 

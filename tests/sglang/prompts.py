@@ -16,6 +16,5 @@ STORE_SECONDS = 60.0
 
 
 def make_prompt(seed: int, token_count: int = PROMPT_TOKENS) -> list[int]:
-    """Tokens that no other seed has."""
     choose = random.Random(seed)
     return [choose.randrange(2, 500) for _ in range(token_count)]

@@ -77,7 +77,6 @@ def rises(points: Sequence[Point], bound_per_hour: float) -> bool:
 
 
 def _correlation(values: Sequence[float]) -> float:
-    """Between each value and the one after it."""
     mean = statistics.fmean(values)
     square = sum((value - mean) ** 2 for value in values)
     return sum((a - mean) * (b - mean) for a, b in itertools.pairwise(values)) / square if square else 0.0

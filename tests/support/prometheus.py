@@ -47,7 +47,6 @@ class PrometheusProcess(CheckedServer):
         return len(up) == self._target_count
 
     def values(self, label: str, series: str) -> list[str]:
-        """The values that a label has in series."""
         values: list[str] = self._api(f"label/{label}/values", **{"match[]": series})
         return values
 

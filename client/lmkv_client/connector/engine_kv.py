@@ -66,8 +66,6 @@ ORDER = (PART_RULE_ALL, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE, PART_RULE_END)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKv:
-    """The KV of one engine."""
-
     spec: KvSpec
     groups: tuple[LayerGroup, ...]
     """The groups are in vLLM's order: a request has a list of block ids for each."""

@@ -148,7 +148,6 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def worker(self) -> WorkerSide:
-        """The worker side, in a worker."""
         assert self._worker is not None
         return self._worker
 

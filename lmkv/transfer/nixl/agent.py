@@ -90,7 +90,6 @@ class AgentThread:
             raise Full(f"more than {QUEUE_SIZE} transfers are waiting", retry_seconds=0.1) from None
 
     def wake(self) -> None:
-        """Wakes the thread."""
         try:
             self._jobs.put_nowait(None)
         except queue.Full:

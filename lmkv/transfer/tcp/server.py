@@ -87,7 +87,6 @@ class Connection:
         return self._is_encrypted and self._byte_count > MAX_BYTES
 
     def send(self, data: bytes) -> None:
-        """Sends all of it."""
         self.socket.sendall(data)
 
     def receive(self) -> bytes:

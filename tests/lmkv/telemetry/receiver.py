@@ -174,7 +174,6 @@ def attributes_of(pairs: Any) -> dict[str, Any]:
 
 
 def value_of(value: Any) -> Any:
-    """One value."""
     kind = value.WhichOneof("value")
     if kind == "array_value":
         return tuple(value_of(one) for one in value.array_value.values)

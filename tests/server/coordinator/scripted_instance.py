@@ -361,7 +361,6 @@ def _fail(outcome: report_pb.OrderOutcome, keys: list[ChunkKey], error: LmkvErro
 
 
 def unpacked(packed: Any, kind: type[Message]) -> Any:
-    """The message in an `Any`."""
     message = kind()
     assert packed.Unpack(message), f"it is no {kind.__name__}"
     return message

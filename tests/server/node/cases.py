@@ -14,7 +14,6 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 
 
 def chunk_key(number: int) -> ChunkKey:
-    """A key by number."""
     return ChunkKey(number.to_bytes(16, "big"))
 
 

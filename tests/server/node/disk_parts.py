@@ -48,7 +48,6 @@ class Host:
 
     @property
     def disk(self) -> DiskTier:
-        """The disk tier."""
         assert self._disk
         return self._disk
 

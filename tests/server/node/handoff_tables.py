@@ -17,7 +17,6 @@ KEYS = keys_of(40)
 
 
 def table(pool_chunks: int = POOL_CHUNKS, buffer_chunks: int = BUFFER_CHUNKS) -> tuple[HostTier, HandoffTable]:
-    """A tier and its handoffs."""
     tier = HostTier(pool_chunks * SMALL.chunk_bytes)
     handoffs = HandoffTable(
         tier, buffer_bytes=buffer_chunks * SMALL.chunk_bytes, timeout_seconds=SILENCE, abandon_seconds=ABANDON

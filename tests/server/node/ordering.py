@@ -46,7 +46,6 @@ class Ordering(registry_service_pb2_grpc.RegistryServiceServicer, report_service
     LocateInstance: Any = None
 
     def give(self, seconds: float = 10.0, order_id: str = "", **action: Any) -> str:
-        """Gives an order; its id."""
         order = report_pb.Order(order_id=order_id or f"order-{next(_NUMBERS)}", **action)
         order.expire_time.GetCurrentTime()
         order.expire_time.FromNanoseconds(order.expire_time.ToNanoseconds() + round(seconds * 1e9))
@@ -54,7 +53,6 @@ class Ordering(registry_service_pb2_grpc.RegistryServiceServicer, report_service
         return order.order_id
 
     def give_again(self, order: report_pb.Order) -> None:
-        """Gives an order as it is."""
         self._orders.put_nowait(order)
 
     def break_stream(self) -> None:

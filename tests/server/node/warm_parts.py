@@ -69,7 +69,6 @@ def words(number: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 def written(pool: Pool, extent: Extent) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """What is at an extent now."""
     return np.frombuffer(bytes(pool.buffer[extent.offset : extent.offset + SPEC.chunk_bytes]), np.uint64)
 
 

@@ -40,7 +40,6 @@ def warn(check: str, text: str) -> Finding:
 
 
 def fail(check: str, text: str) -> Finding:
-    """The check failed."""
     return Finding(check=check, level="fail", text=text)
 
 

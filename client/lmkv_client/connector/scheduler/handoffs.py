@@ -126,7 +126,6 @@ class RequestHandoffs:
             self._refusals[state.request_id] = handed.status.message  # its request has not finished yet
 
     def fail(self, why: str) -> None:
-        """Fails all handoffs."""
         self._session.counters.add("handoff_failures", len(self._states))
         self._refusals |= dict.fromkeys(self._begun, why)
         self._begun.clear()

@@ -48,7 +48,6 @@ class StepLoads:
         return self._taken_bytes + size_bytes <= (self._alone_bytes if is_alone else self._shared_bytes)
 
     def take(self, size_bytes: int) -> None:
-        """A load of this size is in the step."""
         self._taken_bytes += size_bytes
 
     def end_step(self) -> None:

@@ -69,12 +69,10 @@ class LoadState:
 
     @property
     def request_id(self) -> str:
-        """The request that it loads for."""
         return self.lookup.request.request_id
 
     @property
     def token_count(self) -> int:
-        """Tokens that it is to load."""
         return self.items.end - self.items.start
 
     def add_chunks(self, first: int, chunks: Sequence[HeldChunk]) -> None:

@@ -22,7 +22,6 @@ class WeightVersions:
         self._has_pages = False
 
     def changed(self) -> None:
-        """The weights change now."""
         self._has_changed = True
 
     def reset(self) -> None:

@@ -82,7 +82,6 @@ class JoinedCopies:
     """Copies of several groups that run side by side, as one."""
 
     def __init__(self, parts: Sequence[CopyHandle], indices: Sequence[Sequence[int]]) -> None:
-        """`indices` are, for each part, the indices of its copies."""
         self._parts = parts
         self._indices = indices
 

@@ -43,7 +43,6 @@ class Budget:
         return iter(self._items.get(owner, {}))
 
     def fits(self, owner: str, item: str, size_bytes: int) -> bool:
-        """Whether an item may have this size."""
         return self.owner_fits(owner, item, size_bytes) and (
             self.used_bytes + self._growth(owner, item, size_bytes) <= self._total_bytes
         )

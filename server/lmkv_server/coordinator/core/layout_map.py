@@ -49,7 +49,6 @@ class PartialChunkMap:
         return len(self.index)
 
     def add(self, key: bytes, parent: bytes, token_count: int, prefix_digests: bytes = b"", *, look: bool) -> None:
-        """Adds a chunk; with `look`, looks at others."""
         if key not in self.index:
             self._queue.append(key)
         self.index.add(key, parent, token_count, prefix_digests)

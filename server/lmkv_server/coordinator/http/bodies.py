@@ -185,7 +185,6 @@ class Path(Generic[B]):
 
 
 def routes(paths: Mapping[str, Path[Any]]) -> list[Route]:
-    """A route for each path."""
     return [Route(name, path.serve, methods=["POST"]) for name, path in paths.items()]
 
 

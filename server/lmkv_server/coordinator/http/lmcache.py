@@ -55,8 +55,6 @@ class Prompt(Body):
 
 
 class LookupBody(Prompt, kw_only=True):
-    """Body of `/lookup`."""
-
     tokens: TokenIds
 
 
@@ -399,7 +397,6 @@ def _token_count(operation: operations_pb2.Operation) -> int:
 
 
 def _failures(operation: operations_pb2.Operation) -> dict[str, Any]:
-    """Its failures, if any."""
     failures = getattr(_details(operation), "failures", ())
     return {"failures": [_with_packed_keys(to_json(failure)) for failure in failures]} if failures else {}
 

@@ -104,7 +104,6 @@ def tokenizer_paths(tokenizers: Tokenizers, models: Models) -> dict[str, Path[An
 
 
 def tokenizer_routes(tokenizers: Tokenizers) -> list[Route]:
-    """The route `/tokenizers`."""
 
     async def models(_: Request) -> Response:
         return json_response({"models": tokenizers.model_names})

@@ -156,11 +156,9 @@ class OperationTable:
         return list(self._running.values())
 
     def all(self) -> list[Operation]:
-        """All operations."""
         return [*self._running.values(), *self._ended.values()]
 
     def find(self, name: str) -> Operation | None:
-        """The operation of this name."""
         return self._running.get(name) or self._ended.get(name)
 
     def repeated(self, request: Request) -> Operation | None:
@@ -275,7 +273,6 @@ class Operations:
         return self._table.repeated(request)
 
     def find(self, name: str) -> Operation | None:
-        """The operation of this name; None if none has it."""
         self._table.expire()
         return self._table.find(name)
 

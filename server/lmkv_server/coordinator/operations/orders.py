@@ -56,8 +56,6 @@ class _OrderQueue:
 
 
 class PendingOrders:
-    """All pending orders."""
-
     def __init__(self) -> None:
         self._queues: dict[str, _OrderQueue] = {}
 

@@ -103,7 +103,6 @@ class Tenants:
         return iter(list(self._services.values()))
 
     def by_name(self) -> list[tuple[str, Services]]:
-        """The name and the services of each tenant."""
         return list(self._services.items())
 
     def find(self, tenant: str) -> Services | None:

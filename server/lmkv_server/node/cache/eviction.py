@@ -217,7 +217,6 @@ class EvictionQueue:
             self._policy.use(key)
 
     def is_retained(self, key: ChunkKey) -> bool:
-        """Whether the chunk is retained."""
         return key in self._retained
 
     def tail(self, keys: Sequence[ChunkKey], kept: Container[ChunkKey] = ()) -> list[ChunkKey]:

@@ -76,7 +76,6 @@ def age_level(age: int) -> int:
 
 
 def age_levels(ages: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the `age_level` of each age."""
     mantissas, bits = np.frexp(ages)
     return np.clip(2 * bits.astype(np.int64) - 3 + (mantissas >= 0.75), 0, AGE_COUNT - 1)
 

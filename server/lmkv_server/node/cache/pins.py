@@ -72,7 +72,6 @@ class Pins:
 
     @property
     def owned_count(self) -> int:
-        """Pins that have an owner."""
         return sum(bool(pin.owner) for pin in self)
 
     def is_owned(self, owner: bytes, chunk: Chunk) -> bool:
@@ -122,7 +121,6 @@ class Pins:
         return due
 
     def next_expiry(self) -> float | None:
-        """Returns when the next pin expires; None without pins."""
         return min((pin.expire_at for pin in self), default=None)
 
     def clear(self) -> None:

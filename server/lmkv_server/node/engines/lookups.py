@@ -86,7 +86,6 @@ class LookupCounters:
         self._avoided_prefill_seconds += avoided_prefill_seconds
 
     def stats(self) -> LookupStats:
-        """The counts as they are now."""
         return LookupStats(
             count=self._count,
             asked_chunks=self._asked_chunks,

@@ -220,7 +220,6 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         return Prompt(self._spec(request.fingerprint), listed_keys(request.chunk_keys))
 
     async def Release(self, request: pb.EngineServiceReleaseRequest, context: Any) -> pb.EngineServiceReleaseResponse:
-        """Releases one request of an engine."""
         count = self._sessions.session(request.engine_id).release(request.lookup_id)
         return pb.EngineServiceReleaseResponse(chunk_count=count)
 

@@ -64,7 +64,6 @@ class ReportStream:
     # --- Changes at the node -------------------------------------------------------------------------------------
 
     def admitted(self, chunk: HeldChunk) -> None:
-        """Reports a chunk that is now held."""
         if self._changes is not None:  # else this stream carries no chunks, or the snapshot will contain it
             self._changes.admitted(chunk)
             self._wake.set()

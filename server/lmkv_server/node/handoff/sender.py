@@ -76,8 +76,6 @@ class SenderContext:
 
 
 class HandoffSender:
-    """One handoff."""
-
     def __init__(self, context: SenderContext, prompt: HandedPrompt, decode_instance_id: str) -> None:
         self._context = context
         self._prompt = prompt

@@ -27,8 +27,6 @@ from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 
 
 class HandoffState(Enum):
-    """State of a handoff."""
-
     ALLOCATED = "allocated"
     """Room is reserved for every chunk, and none has arrived."""
     TRANSFERRING = "transferring"
@@ -138,7 +136,6 @@ class Handoff:
         return self._items.token_count(index)
 
     def size_bytes_of(self, index: int) -> int:
-        """Its bytes."""
         return self._items.sizes[index]
 
     def parent(self, index: int) -> ChunkKey | None:

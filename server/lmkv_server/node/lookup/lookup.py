@@ -40,19 +40,16 @@ class PoolHeld:
         self._prompt = prompt
 
     def prefix(self, part: int, count: int) -> int:
-        """As `Held.prefix`."""
         if not part:
             return self._pool.prefix_length(self._prompt.keys[:count], self._prompt.spec.fingerprint)
         return next((chunk for chunk in range(count) if not self._has(part, chunk)), count)
 
     def flags(self, part: int, start: int, stop: int) -> bytes:
-        """As `Held.flags`."""
         prompt = self._prompt
         keys = [prompt.key(part, chunk) for chunk in range(start, stop)] if part else prompt.keys[start:stop]
         return self._pool.flags(keys, prompt.spec.fingerprint)
 
     def tails(self, chunk_count: int) -> Iterable[Tail]:
-        """As `Held.tails`."""
         for tail in self._prompt.tails(chunk_count, self._index.index):
             chunks = self.chunks_of(chunk_count, tail)
             if all(chunk is not None and chunk.token_count == tail.stored_token_count for chunk in chunks):
@@ -71,8 +68,6 @@ class PoolHeld:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TierTail:
-    """A tail that a tier has."""
-
     chunk_count: int
     tail: Tail
     source: int
@@ -134,7 +129,6 @@ class _Grid:
         return total
 
     def sources_of_chunks(self, start: int, stop: int, part: int = 0) -> bytes:
-        """The source of each of these chunks of one part."""
         return bytes(self._sources[self._at(part, start) : self._at(part, stop)])
 
     def _row(self, part: int, hit: Hit) -> bytes:

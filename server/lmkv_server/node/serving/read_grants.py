@@ -76,7 +76,6 @@ class PeerSessions:
         self._access.revoke(session.reader)
 
     def find(self, identity: str, session_id: str) -> PeerSession | None:
-        """The session of this id, if it is one of this identity."""
         own = self._by_identity.get(identity)
         session = own.get(session_id) if own else None
         if own and session:

@@ -260,8 +260,6 @@ class Dropped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierUsage:
-    """The usage of a tier."""
-
     capacity_bytes: int
     """Bytes that chunks may take now; 0 if there is no limit."""
     used_bytes: int

@@ -41,7 +41,6 @@ class TierContext:
     """The keys that tiers encrypt with, if `encryption_key_file` is set."""
 
     def encryption(self, tier: str) -> ChunkEncryption | None:
-        """The encryption for a tier; None if chunks are not to be encrypted."""
         if self.keys is None:
             return None
         from lmkv_server.node.tiers.encryption import ChunkEncryption

@@ -148,7 +148,6 @@ class ChunkEncryption:
 
     @property
     def active_key_id(self) -> bytes:
-        """The id of the key that new chunks are encrypted with."""
         return self._keys.active.id
 
     @property
@@ -186,8 +185,6 @@ class ChunkEncryption:
 
 
 class ChunkEncryptor:
-    """One chunk that is being encrypted."""
-
     def __init__(self, key: TenantKey, chunk: ChunkDescription) -> None:
         self._key_id = key.id
         self._nonce = os.urandom(NONCE_BYTES)

@@ -41,7 +41,6 @@ def order(seconds: float = 60.0, **action: Any) -> pb.Order:
 
 
 def fetch(holder: Holder, keys: Iterable[ChunkKey] = KEYS, spec: KvSpec = SMALL, seconds: float = 60.0) -> pb.Order:
-    """An order to fetch from a holder."""
     return order(
         seconds,
         fetch=pb.FetchOrder(
@@ -56,7 +55,6 @@ def fetch(holder: Holder, keys: Iterable[ChunkKey] = KEYS, spec: KvSpec = SMALL,
 
 
 def pin(keys: Iterable[ChunkKey], pin_id: str = "p", seconds: float = 60.0, **fields: Any) -> pb.Order:
-    """An order to pin."""
     ttl = Duration()
     ttl.FromNanoseconds(round(seconds * 1e9))
     return order(pin=pb.PinOrder(pin_id=pin_id, chunk_keys=join_keys(keys), ttl=ttl, **fields))

@@ -88,7 +88,6 @@ class Lookups(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic 
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[tuple[Lookups, CoordinatorConnection]]:
-    """A coordinator, and a connection to it."""
     lookups = Lookups()
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     server.add_generic_rpc_handlers((lookups,))
@@ -104,7 +103,6 @@ async def serving() -> AsyncIterator[tuple[Lookups, CoordinatorConnection]]:
 
 
 def lookup_call(connection: CoordinatorConnection) -> NodeLookupCall:
-    """A call for lookups of a node."""
     return NodeLookupCall(pb_grpc.LookupServiceStub(connection.channel), pb.LookupStreamRequest, connection.address)
 
 

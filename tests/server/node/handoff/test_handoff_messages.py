@@ -31,7 +31,6 @@ async def stub(decode: Parts) -> AsyncIterator[pb_grpc.PeerServiceAsyncStub]:
 
 
 async def session_of(stub: pb_grpc.PeerServiceAsyncStub, instance_id: str = "prefill") -> str:
-    """The id of a new session."""
     request = pb.InitRequest(instance_id=instance_id, epoch=1, spec=SMALL.to_proto())
     return (await stub.Init(request, timeout=WAIT_SECONDS)).session_id
 

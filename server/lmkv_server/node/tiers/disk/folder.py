@@ -73,7 +73,6 @@ class DiskChunk:
 
     @property
     def file_name(self) -> str:
-        """The name of its file."""
         content = f"k{self.key_id.hex()}" if self.key_id else f"{self.checksum:016x}"
         sealed = (
             f"{self.key.hex()}-{(self.parent or b'').hex()}-{self.fingerprint.hex()}"

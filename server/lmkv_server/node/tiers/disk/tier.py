@@ -140,7 +140,6 @@ class DiskTier(BackendTier[DiskChunk]):
 
     @property
     def chunk_count(self) -> int:
-        """Chunks on disk."""
         return sum(len(volume.index) for volume in self.volumes)
 
     def __iter__(self) -> Iterator[DiskChunk]:

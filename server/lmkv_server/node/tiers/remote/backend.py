@@ -135,7 +135,6 @@ class StoreBackend:
     def __init__(
         self, tier: BackendTier[RemoteChunk], name: str, store: RemoteStore, objects: ObjectFormat, times: BackendTimes
     ) -> None:
-        """`name` is that of the tier."""
         threads = {"read": READ_THREADS, "write": WRITE_THREADS, "lookup": LOOKUP_THREADS}
         self.health = BackendHealth(name, store.shown, self, threads, times)
         self._tier = tier

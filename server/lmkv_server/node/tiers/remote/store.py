@@ -86,7 +86,6 @@ class RemoteObject:
 
     @property
     def header(self) -> bytes:
-        """The header before the bytes."""
         fields = _FIELDS.pack(
             _MAGIC,
             self.fingerprint,
