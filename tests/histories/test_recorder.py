@@ -1,7 +1,8 @@
-"""What the recorder writes of calls to a scripted coordinator, over real channels."""
+"""What the recorder writes of calls to a scripted coordinator and of an engine, and what is left of a long history."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,7 @@ import pytest
 from google.longrunning import operations_pb2
 
 from lmkv import rpc
+from lmkv.config import NodeConfig
 from lmkv.errors import ChunkNotFound, Unreachable
 from lmkv.internal.v1 import lookup_service_pb2 as lookup_pb
 from lmkv.internal.v1 import lookup_service_pb2_grpc as lookup_grpc
@@ -21,16 +23,38 @@ from lmkv.rpc.messages import by_keys
 from lmkv.tiers import HOST
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
+from lmkv_server.node.node import Node
+from tests.chaos.engine import PROMPTS, SPEC
 from tests.chaos.relay import CoordinatorRelay
-from tests.histories.history import NEVER, Outcome, Record, dump, load
+from tests.chaos.victim import mapped
+from tests.histories.checker import check
+from tests.histories.history import NEVER, History, Outcome, Record, dump, load
+from tests.histories.minimise import minimise
 from tests.histories.recorder import Recorder
+from tests.histories.test_checker import (
+    ILLEGAL,
+    call,
+    find,
+    gain,
+    hold,
+    lookup,
+    lose,
+    read,
+    watch,
+    write,
+)
+from tests.server.node.engine_client import EngineClient
 
 KEYS = [ChunkKey((3).to_bytes(8, "big") + index.to_bytes(8, "big")) for index in range(2)]
+
+
 ANSWER = pb.LookupResponse(
     holders=[pb.Holder(instance_id="node-1", runs=[pb.TierRun(tier=HOST, chunk_count=2)])],
     revision=7,
     is_complete=True,
 )
+
+
 FOUND = {"revision": 7, "partial": False, "holders": {"node-1": ["host", "host"]}}
 
 
@@ -191,3 +215,93 @@ async def test_calls_that_are_open_at_the_end_have_no_known_outcome(recorder: Re
     late = recorder.count
     recorder.write(fault)
     assert recorder.count == late
+
+
+async def test_writes_and_holds_name_their_extents(tmp_path: Path, runtime_dir: Path) -> None:
+    keys = PROMPTS[0][:2]
+    config = NodeConfig(
+        instance_id="node-1",
+        runtime_dir=str(runtime_dir),
+        enable_p2p=False,
+        max_local_cpu_size="8MiB",  # type: ignore[arg-type]  # what people write
+    )
+    path = tmp_path / "history.jsonl"
+    with Recorder(path) as recorder:
+        async with Node(config) as node, EngineClient(node, "engine", SPEC) as client:
+            welcomed = client.welcomed
+            with await mapped(welcomed.pool_socket, client.engine_id, welcomed.epoch) as attached:
+                engine = recorder.engine(client, attached.pool, "node-1")
+                extents = await client.reserve(len(keys))
+                pairs = list(zip(keys, extents, strict=True))
+                commits = [client.commit(key, one, checksum=engine.write(key, one)) for key, one in pairs]
+                await client.say(commit=commits)
+                for lookup_id in ("1", "2"):
+                    found = await client.lookup(lookup_id, keys)
+                    for key, extent in zip(keys, found.own, strict=True):
+                        engine.check(key, extent)
+                    await client.release(lookup_id)
+                engine.close()
+    history = History(load(path))
+    offsets = [extent.offset for extent in extents]
+    writes = list(history.of("Write"))
+    assert [write.request["offset"] for write in writes] == offsets
+    assert {write.request["epoch"] for write in writes} == {welcomed.epoch}
+    known, unknown = history.attempts("Hold")
+    assert known.request == {"id": "1", "offsets": offsets, "epoch": welcomed.epoch}
+    assert (known.outcome, unknown.outcome) == (Outcome.OK, Outcome.UNKNOWN), "the node answered after one of both"
+    second = list(history.of("Find"))[1]
+    assert known.start < known.end <= second.start
+    assert len(list(history.of("Read"))) == 2 * (len(keys) + 1)
+    assert check(history) == []
+
+
+def test_what_does_not_matter_is_left_out() -> None:
+    chance = random.Random(7)
+    noise = [write(at, f"{at}/0", f"d{at}") for at in range(10, 90)]
+    noise += [read(at + 2, f"{at}/0", f"d{at}", generation=at) for at in range(10, 90)]
+    records = [*noise, write(0), read(95, digest="other"), *(find(at) for at in range(30))]
+    chance.shuffle(records)
+    history = History(records)
+    (violation,) = check(history)
+    assert minimise(history, violation) == [write(0), read(95, digest="other")]
+
+
+def test_a_write_into_a_held_extent_is_left_with_the_hold() -> None:
+    noise = [write(at, f"{at}/0", offset=at) for at in range(10, 90)]
+    noise += [hold(at + 1, at + 9, at) for at in range(10, 90)]
+    history = History([*noise, hold(40, 60, 4096), write(50, "1/0", offset=4096), read(52, "1/0", offset=4096)])
+    (violation,) = check(history)
+    assert minimise(history, violation) == [hold(40, 60, 4096), write(50, "1/0", offset=4096)]
+
+
+def test_the_changes_that_lead_to_a_state_are_kept() -> None:
+    changes = [
+        watch(1, 5, gain("1/0"), snapshot=True),
+        watch(2, 5),
+        watch(4, 6, gain("1/1", "1/2")),
+        watch(5, 7, gain("3/0", instance="node-2")),
+        watch(6, 8, lose("1/2")),
+        watch(7, 9, lose("1/0")),
+    ]
+    asked = [lookup(3, 5, {"node-1": ["host"]}), lookup(8, 9, {"node-1": ["host", "host"]})]
+    history = History([*changes, *asked, call("Contents", 9, 10, answer={"tiers": {}})])
+    (violation,) = (one for one in check(history) if one.rule == "lookups_equal_map")
+    kept = minimise(history, violation)
+    assert set(map(str, kept)) <= set(map(str, history.records))
+    assert {str(record) for record in violation.records} <= set(map(str, kept))
+    assert str(changes[3]) not in map(str, kept)
+    assert all(violation not in check(History(without(kept, record))) for record in kept)
+
+
+def test_an_illegal_history_stays_illegal() -> None:
+    for rule, histories in ILLEGAL.items():
+        for records in histories:
+            history = History(records)
+            (violation,) = (one for one in check(history) if one.rule == rule)
+            kept = minimise(history, violation)
+            assert all(record in kept for record in violation.records)
+            assert rule in [one.rule for one in check(History(kept))]
+
+
+def without(records: list[Record], left_out: Record) -> list[Record]:
+    return [record for record in records if record is not left_out]

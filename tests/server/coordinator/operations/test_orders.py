@@ -1,14 +1,19 @@
-"""Orders wait for a stream of their instance, and are sent over no stream that has ended."""
+"""Orders wait for a stream of their instance, and operations that have ended are remembered for a time."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from lmkv.errors import ResyncRequired, Unreachable
 from lmkv.internal.v1 import report_service_pb2 as pb
+from lmkv.v1.cache_service_pb2 import ClearProgress
+from lmkv_server.coordinator.operations import operations as operations_module
 from lmkv_server.coordinator.operations import orders as orders_module
+from lmkv_server.coordinator.operations.operations import Operation, OperationTable
 from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.services import reports as outbox_module
 from lmkv_server.coordinator.services.reports import ReportOutbox
@@ -78,3 +83,36 @@ async def test_ended_orders_take_no_room(monkeypatch: pytest.MonkeyPatch) -> Non
             orders.complete("a", pb.OrderOutcome(order_id=first.order_id))
         await asyncio.gather(waiting, return_exceptions=True)
         assert len(orders) == 0
+
+
+TTL_SECONDS = 60.0
+
+
+def ended(number: int) -> Operation:
+    now = time.time()
+    return Operation(
+        name=f"clear-{number:016x}",
+        kind="clear",
+        progress=ClearProgress(),
+        request=None,
+        create_time=now,
+        expire_time=now,
+        end_time=now,
+    )
+
+
+def test_a_jump_of_the_wall_clock_loses_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(wall=time.time(), monotonic=0.0)
+    clock = SimpleNamespace(time=lambda: now.wall, monotonic=lambda: now.monotonic)
+    monkeypatch.setattr(operations_module, "time", clock)
+    table = OperationTable(TTL_SECONDS)
+    table.store(operation := ended(1))
+    now.wall += 3600.0
+    now.monotonic += TTL_SECONDS - 1.0
+    table.store(operation)  # filed again: it is not kept for longer
+    table.expire()
+    assert table.find(operation.name) is operation
+    now.wall -= 7200.0
+    now.monotonic += 2.0
+    table.expire()
+    assert table.find(operation.name) is None

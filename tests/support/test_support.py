@@ -1,8 +1,10 @@
-"""A run of the tests fails for shared memory that its own processes leave, and not for that of others."""
+"""The server from which tests fork processes, and the check for shared memory that a run leaves behind."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import uuid
@@ -13,7 +15,35 @@ from pathlib import Path
 import pytest
 
 from lmkv_client.demo.process import SHARED_MEMORY
+from tests.support.fork_server import ROOT
 from tests.support.shared_memory import RUN_VARIABLE, SharedMemoryWatch, processes_with
+from tests.waiting import wait_until
+
+CLIENT = """
+import os, signal, sys, tempfile
+from pathlib import Path
+from tests.support.fork_server import ForkServer
+
+server = ForkServer("tests.support.lmkv_worker", Path(sys.argv[1], "server.log"), {})
+with Path(sys.argv[1], "log").open("wb") as log:
+    process = server.launch("http.server", ["0", "--bind", "127.0.0.1"], log, dict(os.environ))
+if sys.argv[2] == "frozen":
+    os.kill(process.pid, signal.SIGSTOP)
+print(process.pid, server._folder.name, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("state", ["running", "frozen"])
+def test_processes_end_when_their_client_was_killed(tmp_path: Path, state: str) -> None:
+    client = subprocess.run(
+        [sys.executable, "-c", CLIENT, str(tmp_path), state], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120
+    )
+    assert client.returncode == -signal.SIGKILL, (tmp_path / "server.log").read_text()
+    pid, folder = client.stdout.split()
+    shutil.rmtree(folder)
+    wait_until(lambda: not Path("/proc", pid).exists(), "the process has ended")
+
 
 HOLD = "import sys; file = open(sys.argv[1], 'w'); print(flush=True); sys.stdin.read()"
 
