@@ -546,7 +546,7 @@ async def test_every_refused_publication_of_a_batch_is_reported(server: RedisSer
     refused: list[tuple[ChunkOwner, str]] = []
     publisher = Publisher(store, lambda owner, _term, reply: refused.append((owner, reply)))
     owners = [ChunkOwner("", "visitor") for _ in range(3)]
-    fenced = [Publication(owner, 1, await store.next_term(owner), publisher.enqueue) for owner in owners]
+    fenced = [Publication(owner, 1, await store.next_term(owner), publisher.backlog) for owner in owners]
     await store.next_term(owners[0])
     for one in fenced:
         one.publish_complete()
