@@ -1,4 +1,4 @@
-"""The Python of docs/guides/transformers.md runs as it stands there."""
+"""The Python of docs/guides/transformers.md, and of README, runs as it stands there."""
 
 from __future__ import annotations
 
@@ -16,17 +16,36 @@ ROOT = Path(__file__).parents[3]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def test_the_python_of_the_guide_runs(
+@pytest.fixture
+def run(
     model_folder: Callable[[str], Path], config: ConnectorConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Callable[[list[str]], None]:
+    """Runs blocks one after the other with a model in the place of `MODEL`."""
     for name, value in to_environment(config).items():
         monkeypatch.setenv(name, value)
+
+    def run_blocks(blocks: list[str]) -> None:
+        names: dict[str, Any] = {"__name__": "__main__"}
+        try:
+            for block in blocks:
+                exec(compile(block.replace("MODEL", str(model_folder("llama"))), "page", "exec"), names)
+        finally:
+            if "cache" in names:  # else it would start another node when this one ends
+                names["cache"].close()
+
+    return run_blocks
+
+
+def test_the_python_of_the_guide_runs(run: Callable[[list[str]], None]) -> None:
     blocks = BLOCK.findall((ROOT / "docs" / "guides" / "transformers.md").read_text())
     assert len(blocks) == 3
-    names: dict[str, Any] = {"__name__": "__main__"}
-    try:
-        for block in blocks:
-            exec(compile(block.replace("MODEL", str(model_folder("llama"))), "transformers.md", "exec"), names)
-    finally:
-        if "cache" in names:  # else it would start another node when this one ends
-            names["cache"].close()
+    run(blocks)
+
+
+def test_the_second_call_of_the_readme_loads_the_prompt(
+    run: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(BLOCK.findall((ROOT / "README.md").read_text()))
+    first, second = (int(line.split()[0]) for line in capsys.readouterr().out.splitlines())
+    assert first == 0
+    assert second > 100

@@ -41,7 +41,7 @@ export class History {
     ];
     const all = sum(asked);
     const caption = all
-      ? `${percent(sum(own) + sum(peer), all)} of ${counted(all, "chunk")} that engines looked up`
+      ? `${percent(sum(own) + sum(peer), all)} of ${counted(all, "chunk")}`
       : "Engines have looked nothing up.";
     this.#rate.update(times, series, caption);
   }
@@ -50,7 +50,7 @@ export class History {
     const saved = loads.map((number, at) => (number ? (avoided[at] - took[at]) / number : null));
     const total = sum(avoided) - sum(took);
     const caption = sum(loads)
-      ? `${signed(total)} in ${counted(sum(loads), "load")}, estimated from the engines’ prefill rates`
+      ? `${signed(total)} in ${counted(sum(loads), "load")}, estimated`
       : "No load yet of an engine that has measured its prefill rate.";
     this.#saved.update(times, [{ name: "average", colour: { "data-tier": "remote" }, values: saved }], caption);
   }

@@ -58,7 +58,7 @@ function showFigures() {
   const asked = hits.reduce((total, hit) => total + hit.asked, 0);
   const found = hits.reduce((total, hit) => total + hit.own + hit.peer, 0);
   setText(byId("figure-rate"), asked ? percent(found, asked) : "–");
-  setText(byId("figure-asked"), asked ? `of ${counted(asked, "chunk")} that they looked up` : "nothing looked up yet");
+  setText(byId("figure-asked"), asked ? `of ${counted(asked, "chunk")}` : "nothing looked up yet");
   setText(byId("figure-lookups"), fleet.lookups ? count(fleet.lookups) : "–");
   setText(byId("figure-hits"), fleet.lookups ? `${percent(fleet.hits, fleet.lookups)} found a holder` : "none since its start");
   setText(byId("figure-running"), count(running));

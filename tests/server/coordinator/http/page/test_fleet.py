@@ -107,7 +107,7 @@ async def test_a_hit_rate_and_a_sample_are_shown_at_once(
         samples.take(services.core.instances, time.time())
         page = await visitor.open()
         await expect(page.locator("#figure-rate")).to_have_text("75 %")
-        await expect(page.locator("#figure-asked")).to_have_text("of 100 chunks that they looked up")
+        await expect(page.locator("#figure-asked")).to_have_text("of 100 chunks")
         await expect(page.locator("#history .chart").nth(1).locator(".legend li")).to_have_text(["host 0 B"])
 
 
@@ -360,7 +360,7 @@ async def test_the_last_hour_is_drawn(visitor: Visitor, coordinator: Coordinator
             ["Hit rate of engines", "Bytes by tier", "TTFT saved by a load"]
         )
         await expect(charts.nth(0).locator(".legend li")).to_have_text(["all 75 %", "own 50 %"])
-        await expect(charts.nth(0).locator(".caption")).to_have_text("75 % of 100 chunks that engines looked up")
+        await expect(charts.nth(0).locator(".caption")).to_have_text("75 % of 100 chunks")
         await expect(charts.nth(1).locator(".legend li")).to_have_text(["host 0 B"])
         await expect(charts.nth(2).locator(".legend li")).to_have_text(["average 2.0 s"])
         await expect(charts.nth(2).locator(".caption")).to_contain_text("8.0 s in 4 loads")
@@ -371,7 +371,7 @@ async def test_the_last_hour_is_drawn(visitor: Visitor, coordinator: Coordinator
         assert await charts.nth(0).locator("canvas").evaluate(drawn)
         await page.locator(NAMES).click()
         await expect(page.locator("#detail-history .caption").nth(0)).to_have_text(
-            "75 % of 100 chunks that engines looked up"
+            "75 % of 100 chunks"
         )
 
 

@@ -1,4 +1,4 @@
-"""The Python in README and in the CPU quick start runs as it stands there, against a real coordinator."""
+"""The Python in the CPU quick start runs as it stands there, against a real coordinator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = [128000, 849, 21435]
 
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
-    """Where the coordinator of `engine-1`, which holds the README's prompt, and `engine-2` is."""
+    """Where the coordinator of `engine-1`, which holds the prompt, and `engine-2` is."""
     held = dict.fromkeys(keys_of(PROMPT, secret=b""), len(PROMPT))
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(
@@ -39,33 +39,20 @@ async def address() -> AsyncIterator[str]:
         yield coordinator.address
 
 
-@pytest.mark.parametrize(
-    ("page", "count", "expected"),
-    [
-        ("README.md", 1, ["engine-1 holds 3 tokens"]),
-        (
-            "docs/get-started/cpu.md",
-            2,
-            [
-                "engine-1 holds 3 tokens",
-                "1 of 1 chunks",
-                "1000 bytes",
-                "3 tokens pinned",
-                "INSTANCE_NOT_FOUND engine-3",
-            ],
-        ),
-    ],
-)
-async def test_the_python_of_a_page_runs(
-    root: Path, address: str, capsys: pytest.CaptureFixture[str], page: str, count: int, expected: list[str]
-) -> None:
-    blocks = BLOCK.findall((root / page).read_text())
-    assert len(blocks) == count
+async def test_the_python_of_the_quick_start_runs(root: Path, address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = BLOCK.findall((root / "docs/get-started/cpu.md").read_text())
+    assert len(blocks) == 2
     for block in blocks:
         assert '"localhost:9000"' in block
-        program = compile(block.replace("localhost:9000", address), page, "exec")
+        program = compile(block.replace("localhost:9000", address), "cpu.md", "exec")
         await asyncio.to_thread(exec, program, {"__name__": "__main__"})
     shown = capsys.readouterr().out.splitlines()
     # Progress is reported whenever it changes: none, some or all of it may come before the end.
     shown = [line for line, _ in groupby(shown) if line != "0 of 1 chunks"]
-    assert shown == expected
+    assert shown == [
+        "engine-1 holds 3 tokens",
+        "1 of 1 chunks",
+        "1000 bytes",
+        "3 tokens pinned",
+        "INSTANCE_NOT_FOUND engine-3",
+    ]
