@@ -29,6 +29,7 @@ from lmkv_client.commands.output import (
     align,
     engines,
     format_fill,
+    in_order,
     print_json,
     print_table,
     seconds_until,
@@ -50,7 +51,7 @@ def instances(args: argparse.Namespace) -> int:
     if not listed:
         print("no instance is registered")
         return 0
-    print_table(INSTANCE_COLUMNS, [instance_row(instance) for instance in listed])
+    print_table(INSTANCE_COLUMNS, [instance_row(instance) for instance in in_order(listed)])
     for line in conflicts(listed):
         print(safe_text(line, MAX_CELL_CHARACTERS))
     return 0
@@ -69,7 +70,7 @@ def instance_row(instance: Instance) -> tuple[str, ...]:
 
 
 def _usage(tier: TierUsage) -> str:
-    return f"{tier.tier} {tier.chunk_count} chunks {format_fill(tier)}"
+    return f"{tier.tier} {format_fill(tier)}"
 
 
 def conflicts(instances: Iterable[Instance]) -> Iterator[str]:
@@ -111,7 +112,7 @@ class Frame:
 
     def instance_rows(self) -> list[tuple[str, ...]]:
         """One row per tier of each instance."""
-        return [row for instance in self.instances for row in _tier_rows(instance)]
+        return [row for instance in in_order(self.instances) for row in _tier_rows(instance)]
 
     def operation_rows(self) -> list[tuple[str, ...]]:
         """One row per running operation."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
@@ -44,9 +45,23 @@ def engines(instance: Instance) -> str:
 
 
 def format_fill(tier: TierUsage) -> str:
-    """Used bytes of a tier, and its capacity if it has a limit: `0.63 GiB/5.00 GiB`."""
+    """Used bytes of a tier, and its capacity if it has a limit: `0.63/5.00 GiB`, `512 MiB/5.00 GiB`."""
     used = format_bytes(tier.used_bytes)
-    return f"{used}/{format_bytes(tier.capacity_bytes)}" if tier.capacity_bytes else used
+    if not tier.capacity_bytes:
+        return used
+    capacity = format_bytes(tier.capacity_bytes)
+    number, _, unit = used.partition(" ")
+    return f"{number if capacity.endswith(f' {unit}') else used}/{capacity}"
+
+
+def in_order(instances: Iterable[Instance]) -> list[Instance]:
+    """The instances by name, numbers by their value: `lmkv-2` is before `lmkv-10`."""
+
+    def order(instance: Instance) -> list[tuple[int, str]]:
+        parts = re.split(r"(\d+)", instance.instance_id)
+        return [(int(part) if part.isdecimal() else -1, part) for part in parts]
+
+    return sorted(instances, key=order)
 
 
 MAX_CELL_CHARACTERS = 1_000

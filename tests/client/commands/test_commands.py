@@ -330,6 +330,7 @@ async def test_instances_shows_a_line_each_and_who_cannot_share(
         instance_id="lmkv-1", model_name="llama", field="kv_dtype", own_value="float32", other_value="bfloat16"
     )
     coordinator.instances = [
+        Instance(instance_id="lmkv-10", peer_address="10.0.0.9:8200"),
         Instance(
             instance_id="lmkv-1",
             peer_address="10.0.0.7:8200",
@@ -349,18 +350,17 @@ async def test_instances_shows_a_line_each_and_who_cannot_share(
             conflicts=[mirrored],
             synced=True,
         ),
-        Instance(instance_id="lmkv-3", peer_address="10.0.0.9:8200"),
     ]
     assert await run("instances") == 0
     assert capsys.readouterr().out == (
-        "INSTANCE            PEER           MODELS                             TIERS             "
-        "                                              ENGINES\n"
-        "lmkv-1              10.0.0.7:8200  llama (bfloat16), qwen (fp8_e4m3)  host 20 chunks 0.6"
-        "3 GiB/5.00 GiB, example 7 chunks 1.00 GiB           2\n"
-        "lmkv-2              10.0.0.8:8200  llama (float32)                    -                 "
-        "                                           0, standby\n"
-        "lmkv-3 (reporting)  10.0.0.9:8200  any, as standby                    -                 "
-        "                                           0, standby\n"
+        "INSTANCE             PEER           MODELS                             TIERS          "
+        "                          ENGINES\n"
+        "lmkv-1               10.0.0.7:8200  llama (bfloat16), qwen (fp8_e4m3)  host 0.63/5.00 GiB, example 1.00 GiB"
+        "           2\n"
+        "lmkv-2               10.0.0.8:8200  llama (float32)                    -                                   "
+        "  0, standby\n"
+        "lmkv-10 (reporting)  10.0.0.9:8200  any, as standby                    -                                   "
+        "  0, standby\n"
         "lmkv-1 and lmkv-2 cannot share llama: kv_dtype is bfloat16 on the one, float32 on the other\n"
     )
 

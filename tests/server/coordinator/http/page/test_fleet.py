@@ -370,9 +370,7 @@ async def test_the_last_hour_is_drawn(visitor: Visitor, coordinator: Coordinator
         )
         assert await charts.nth(0).locator("canvas").evaluate(drawn)
         await page.locator(NAMES).click()
-        await expect(page.locator("#detail-history .caption").nth(0)).to_have_text(
-            "75 % of 100 chunks"
-        )
+        await expect(page.locator("#detail-history .caption").nth(0)).to_have_text("75 % of 100 chunks")
 
 
 async def test_a_name_opens_the_details_of_its_instance(
