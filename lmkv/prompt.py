@@ -52,7 +52,6 @@ class Tail:
     token_count: int
     """The prompt's tokens that it begins with."""
     stored_token_count: int
-    """All of its tokens."""
 
 
 class Hit(NamedTuple):

@@ -22,7 +22,6 @@ from tests.support.shared_memory import RUN_VARIABLE, SharedMemoryWatch, process
 pytest_plugins = ("tests.engines.llm", "tests.support.forked_commands")  # pytest takes this here only
 
 ENGINES = "tests/engines/"
-"""Where all tests with engines are."""
 FORKED = tuple(
     f"{ENGINES}test_{name}.py"
     for name in (

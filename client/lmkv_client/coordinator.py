@@ -195,7 +195,7 @@ class Coordinator:
         engine_request_id: str = "",
         **chunks: Unpack[Chunks],
     ) -> ExplainResponse:
-        """For each instance, or one: where the parts of a prompt are, and why others are not there.
+        """Explains for each instance, or one, where the parts of a prompt are, and why others are missing.
 
         With an `engine_request_id` and no chunks: what engines have reported of recent requests whose ids contain it.
 

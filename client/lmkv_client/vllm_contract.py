@@ -28,7 +28,7 @@ BASE = f"{CONNECTOR}.v1.base.KVConnectorBase_V1"
 ENCODER_CACHE = "vllm.distributed.ec_transfer"
 ENCODER_BASE = f"{ENCODER_CACHE}.ec_connector.base.ECConnectorBase"
 OF_ENCODER_CACHE = (ENCODER_CACHE, "vllm.config.ECTransferConfig", "vllm.v1.outputs.ECConnectorOutput")
-"""What only the connector of the encoder cache relies on."""
+"""Names that only the connector of the encoder cache uses."""
 SPECS = "vllm.v1.kv_cache_interface"
 OUTPUT = "vllm.v1.core.sched.output"
 

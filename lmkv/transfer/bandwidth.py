@@ -25,11 +25,11 @@ LEAST_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BusyTime:
-    """What one of several reads that ran at once adds to the time in which their source was busy."""
+    """The time that one of several concurrent reads adds to the busy time of their source."""
 
     seconds: float
     share: float
-    """Of the read's own time."""
+    """Fraction of the read's own time, 0 to 1."""
 
 
 class Bandwidth:

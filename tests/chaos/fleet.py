@@ -40,13 +40,11 @@ class Fleet:
         self.links: dict[str, Link] = {}
         """By `CALLER>OTHER`."""
         self.relays: dict[str, CoordinatorRelay] = {}
-        """By coordinator."""
         self.nodes: list[Node] = []
         self.coordinators: list[Coordinator] = []
         self.stores: list[Store] = []
         self.disks = Disks(WITH_DISK, folder, logs)
         self.clocks_jump = False
-        """Whether they can."""
         self._peer_addresses: dict[tuple[str, str], str] = {}
         self._byte_addresses: dict[tuple[str, str], str] = {}
 

@@ -168,4 +168,3 @@ CASES: Mapping[str, Case] = {
         checks=(helm_test, hit_across_pods, restart_alone, drain_before_stop, *ALWAYS, hit_across_pods),
     ),
 }
-"""By name."""

@@ -56,7 +56,6 @@ class LocalPod:
         self._memory = ExitStack()
         self._moved: set[Path] = set()
         self.volumes = {volume["name"]: self._volume(volume, folder) for volume in pod["spec"]["volumes"]}
-        """The folder of each volume, by its name."""
         self.processes: dict[str, ServerProcess] = {}
 
     def _volume(self, volume: Manifest, folder: Path) -> Path:

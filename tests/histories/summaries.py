@@ -202,7 +202,6 @@ METHODS: Mapping[str, Method] = {
         },
     ),
 }
-"""By service and method."""
 
 MAY_HAVE_HAPPENED = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "UNKNOWN", "INTERNAL"})
 """Codes of errors that leave open whether the call had its effect."""

@@ -147,7 +147,6 @@ async def serves(servers: Servers, service: str) -> bool:
 
 ALL_METHODS = methods([*SERVICE_NAMES, *NODE_SERVICES])
 COMMON_SERVICES = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
-"""Services that every server has."""
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)

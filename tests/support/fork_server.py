@@ -41,7 +41,6 @@ class Request:
     """What a new process is to be."""
 
     environment: dict[str, str]
-    """All of it."""
     folder: str
     module: str = ""
     """Runs as `python -m MODULE ARGUMENTS`, if there is one."""

@@ -38,7 +38,7 @@ class LoadPlan:
     buffered: list[ChunkCopy] = field(default_factory=list)
     """As `copies`, of extents in the device buffer."""
     failed: bool = False
-    """With `final` and `all_or_none`: the rest cannot be had."""
+    """Set with `final` and `all_or_none` if the rest cannot be loaded."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -31,7 +31,7 @@ from lmkv_client.demo.endpoint import Completion, Endpoint
 API_KEY = "OPENAI_API_KEY"
 """Environment variable with the token of the endpoints."""
 DEFAULT_URL = "http://127.0.0.1:8000"
-"""Where vLLM serves by default."""
+"""The address at which vLLM serves by default."""
 CALIBRATION_WORDS = 200
 SETTLE_SECONDS = 30.0
 """Longest wait for what the engines still store when the first round has ended."""

@@ -30,7 +30,7 @@ from lmkv_kernels import Pages
 
 
 class LookupOptions(TypedDict, total=False):
-    """What `Engine.lookup` and `Engine.begin_lookup` may know of a prompt besides its keys."""
+    """Properties of a prompt besides its keys, for `Engine.lookup` and `Engine.begin_lookup`."""
 
     tokens: Sequence[int] | NDArray[np.integer] | None
     """The prompt's, of shape `[n]`, from which the keys were computed with this `salt` and `lora`. With them a hit may

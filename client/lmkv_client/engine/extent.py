@@ -54,7 +54,6 @@ class Extent:
     checksum: int
     """Checksum of the bytes (docs/contribute/checksum.md); 0 of a reserved extent."""
     pool: MappedPool = field(repr=False)
-    """The pool that it is in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -80,7 +80,7 @@ def _by_page(layer: Any, page_size: int) -> Any:
 MAX_FETCHES = 8
 """Requests whose pages are fetched at the same time from other tiers than the pool."""
 MAX_WAITING_OFFLOADS = 16
-"""With more of them, pages are stored only where extents are free: SGLang cannot evict pages that wait."""
+"""If more of them wait, pages are stored only where extents are free: SGLang cannot evict pages that wait."""
 
 
 class NothingToWaitFor:
@@ -231,7 +231,7 @@ class LmkvLinker(UnifiedCacheLinker):
         return self._stored.popleft()
 
     def _offload_all(self) -> None:
-        """On a thread of its own."""
+        """Runs on a thread of its own."""
         while (transfer := self._offloads.get()) is not None:
             self._stored.append(self._offload(transfer))
             self._offloads.task_done()

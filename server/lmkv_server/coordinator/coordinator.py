@@ -62,7 +62,6 @@ class Coordinator:
         self._guard = HostGuard(bound=config.host, allowed=config.allowed_hosts)
         self._admission = JoinAdmission()
         self.shared = SharedMap(config.layout_map_url, lease_ttl=config.lease_ttl) if config.layout_map_url else None
-        """The shared layout map, if there is one."""
         self.metrics = CollectorRegistry()
         """Its metrics, once it is entered."""
         self._calls = ServerCalls()

@@ -74,7 +74,6 @@ class Node:
         """The port of `/metrics`, once started, if it is served."""
         self._calls = ServerCalls()
         self.disk: DiskTier | None = None
-        """The disk tier, if there is one."""
         self.warm: WarmStart | None = None
         """Brings back the chunks that an earlier process has left in the pool, if `persist_pool` is on."""
         self.stores: list[ConfiguredTier] = []

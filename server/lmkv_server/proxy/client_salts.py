@@ -36,7 +36,7 @@ class Client:
     user: str | None = None
     """The user that the user header names; None if requests name users."""
     salts: CacheSalts | None = None
-    """None with the policy `none`."""
+    """None if the policy is `none`."""
     engine_api_key: str = field(default="", repr=False)
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:

@@ -73,7 +73,7 @@ class PromptQueue:
 
     def __init__(self) -> None:
         self.tokens_per_second = 0.0
-        """How fast the engine computes prompts; 0 if that is not known."""
+        """Speed at which the engine computes prompts; 0 if that is not known."""
         self.pulled_per_second = 0.0
         """How many tokens per second its node fetches from peers; 0 if none has been measured."""
         self._recent_tokens = 0.0

@@ -32,7 +32,6 @@ class Router(ABC):
         self.pools = pools
         """The engines once it is entered."""
         self.metrics = metrics.registry
-        """The registry of its metrics."""
         self.metrics.register(CertificateEnd(config.tls_cert))
         self.metrics.register(BuildInfo())
         self._settings = config

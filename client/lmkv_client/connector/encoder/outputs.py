@@ -65,7 +65,7 @@ def encoder_spec(vllm_config: VllmConfig, config: ConnectorConfig) -> KvSpec:
 
 
 class OutputWidths:
-    """How many embeddings wide a row of the output is, by modality.
+    """Width of a row of the output, in embeddings, by modality.
 
     vLLM measures the width at the start of an engine that produces outputs; of others it follows from the model's
     configuration.

@@ -25,7 +25,7 @@ MAX_WAITING_BYTES = 256 << 20
 MAX_RESERVED = 32
 """Most extents that a store reserves at once."""
 CLOSE_SECONDS = 5.0
-"""How long the end of a worker waits for stores."""
+"""Longest time that a worker which ends waits for stores."""
 
 
 class EncoderStores:

@@ -54,7 +54,7 @@ class LoadState:
         self.failure = MissReason.LOAD_FAILED
         """The reason why items have not arrived."""
         self.expected_seconds = 0.0
-        """How long it was expected to take; 0 if that was not known."""
+        """Expected duration; 0 if that was not known."""
         self.is_abandoned = False
         """Whether its rest is computed because that is faster than to wait for it."""
         self.arrived_tokens = 0

@@ -21,7 +21,6 @@ class PendingStore:
     state: RequestState
     part: int
     key: ChunkKey
-    """The key of the chunk."""
     parent: bytes
     """Key of the chunk before it. Of the first: empty, or the root of the key chain if it is a partial chunk."""
     superseded: bytes

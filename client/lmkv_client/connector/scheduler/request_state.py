@@ -192,7 +192,6 @@ class RequestState:
         self.token_count = tokens.size
         """Tokens of the prompt."""
         self.account = PromptAccount(self.token_count, chain.chunk_size)
-        """Accounts for the tokens of the prompt."""
         self.chain = chain
         self.partial_key: ChunkKey | None = chain.partial(tokens) if partial and spec.ends_anywhere else None
         self.keys: list[ChunkKey] = [*chain.keys, self.partial_key] if self.partial_key else list(chain.keys)

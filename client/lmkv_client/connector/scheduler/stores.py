@@ -40,7 +40,6 @@ class SchedulerOptions:
     rank_count: int
     """Workers that copy a share of each chunk."""
     step_tokens: int
-    """Most tokens of a step."""
     may_load: bool = True
     may_store: bool = True
     has_events: bool = False

@@ -122,7 +122,6 @@ class CoordinatorApp:
         self._authenticator = authenticator
         self._apps: dict[Services, TenantApp] = {}
         self.metrics = TenantMetrics(self._sources).registry
-        """The metrics of all tenants."""
         self.paths = self._app(tenants.unnamed).paths
         """The served paths, except static files."""
 

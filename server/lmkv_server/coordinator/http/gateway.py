@@ -49,7 +49,6 @@ RPC_TIMEOUT_SECONDS = 60.0
 TOKENS_AT_ONCE = 32_768
 """Token ids that are added to a request before other tasks run: a millisecond or two."""
 KEYS_AT_ONCE = 2048
-"""The same of keys."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _texts = msgspec.json.Decoder(list[str])

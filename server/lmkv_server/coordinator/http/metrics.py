@@ -133,7 +133,6 @@ class TenantMetrics(Scraped):
     def __init__(self, sources: Callable[[], Iterable[MetricSource]]) -> None:
         self._sources = sources
         self.registry = CollectorRegistry()
-        """A registry with this collector only."""
         self.registry.register(self)
 
     def collect(self) -> list[Metric]:

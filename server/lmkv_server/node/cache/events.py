@@ -94,9 +94,7 @@ class PartialChunks:
         """`tiers`, by name, are read when a spec is added: they may have its chunks already."""
         self._tiers = dict(tiers or {})
         self._specs: dict[bytes, KvSpec] = {}
-        """By fingerprint."""
         self.index: EndIndex[tuple[str, ChunkKey]] = EndIndex()
-        """By tier and key."""
         self.on_found: Callable[[str, CachedChunk], None] = lambda _, __: None
         """Called with each chunk that was found when its spec was added."""
 

@@ -1,4 +1,4 @@
-"""Which chunk is evicted when a tier is full. Pure; each tier has its own queue, with a policy that its owner selects.
+"""Chooses the chunk that is evicted when a tier is full. Pure; each tier has a queue, with a policy that its owner sets.
 
 A policy only orders chunks. The queue keeps chunks in use, and keeps a chunk as long as a chunk that follows it in a
 prompt is there, under every policy:
@@ -220,7 +220,7 @@ class EvictionQueue:
         return key in self._retained
 
     def tail(self, keys: Sequence[ChunkKey], kept: Container[ChunkKey] = ()) -> list[ChunkKey]:
-        """Those of a prompt's chunks, each behind its parent, that no other prompt continues; the last one first.
+        """Returns the chunks of a prompt, each behind its parent, that no other prompt continues; the last one first.
 
         Neither does a chunk of `kept`, which is not among the result. Superseded chunks do not count as a continuation.
         """

@@ -200,7 +200,6 @@ class WarmStats:
     found_chunks: int
     """Chunks that were there, and whole."""
     found_bytes: int
-    """Bytes of these."""
     damaged_chunks: int
     """Chunks whose bytes or place were not what the ledger says; they were dropped."""
     waiting_chunks: int

@@ -100,7 +100,6 @@ class OrderProgress:
     """Answer to an `ExplainOrder`."""
     failures: dict[ChunkKey, LmkvError] = field(default_factory=dict)
     hint: chunk_pb2.HintResult | None = None
-    """The result of a hint."""
     _chunk_count: int = field(default=0, init=False)
     _token_count: int = field(default=0, init=False)
     _pinned_count: int = field(default=0, init=False)

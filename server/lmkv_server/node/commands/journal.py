@@ -1,4 +1,4 @@
-"""Which orders a node knows, and which outcomes coordinators have not acknowledged yet. Used by `OrderRunner`.
+"""Remembers the orders of a node, and the outcomes that coordinators have not acknowledged yet. Used by `OrderRunner`.
 
 begin ──► running ──end──► unacknowledged ──acknowledge──► acknowledged ──► forgotten
                                 └────────────repeat──────────────┘

@@ -38,7 +38,6 @@ CLOSE_SECONDS = 5.0
 """Time in which an engine must read the last frames; then the connection is closed without them."""
 
 ServeStream = Callable[[AsyncIterator[pb.AttachRequest]], AsyncGenerator[pb.AttachResponse, None]]
-"""Serves one stream: its requests to its responses."""
 
 
 class AttachSocket:

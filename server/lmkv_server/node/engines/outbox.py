@@ -152,7 +152,7 @@ class Outbox:
 
 
 class RequestTasks:
-    """At most one task per request; they end with the engine's stream."""
+    """Runs at most one task per request. Tasks end with the engine's stream."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}

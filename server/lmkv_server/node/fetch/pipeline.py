@@ -160,7 +160,6 @@ class TransferStats:
     chunk_count: int
     """Chunks that were read, verified and committed."""
     transferred_bytes: int
-    """Bytes of these."""
     checksum_mismatches: int
     """Chunks that were damaged on arrival, and discarded."""
     quarantined_batches: int
@@ -168,7 +167,6 @@ class TransferStats:
     quarantined_bytes: int
     """Bytes of these extents."""
     traffic: tuple[PeerTraffic, ...]
-    """The transfers by peer."""
 
 
 class Transfer(Protocol):

@@ -22,7 +22,7 @@ FLUSH_SECONDS = 0.005
 
 
 class ReportingSession(Protocol):
-    """What a stream needs of the session that it belongs to, which is on the floor above."""
+    """The session of a report stream. Its implementation is on the floor above."""
 
     coordinator_address: str
 

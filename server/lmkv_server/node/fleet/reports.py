@@ -36,9 +36,9 @@ class HeldChunk(NamedTuple):  # five times faster to make than a frozen dataclas
     key: ChunkKey
     token_count: int
     parent: ChunkKey | None = None
-    """Of a chunk in which prompts end: the chunk before it, or the root of the key chain, if that is known."""
+    """For a chunk in which prompts end: the chunk before it, or the root of the key chain, if that is known."""
     prefix_digests: bytes = b""
-    """With `parent`: `lmkv.keys.prefix_digests`, if they are known."""
+    """`lmkv.keys.prefix_digests` of a chunk with a `parent`, if they are known."""
 
 
 class ChunkChanges:
@@ -51,7 +51,7 @@ class ChunkChanges:
         self._limit = limit
         self._states: dict[tuple[str, bytes], dict[ChunkKey, int]] = defaultdict(dict)
         self._parents: dict[ChunkKey, ChunkKey] = {}
-        """Of chunks in which prompts end, and perhaps of others."""
+        """Parents of chunks in which prompts end, and perhaps of others."""
         self._digests: dict[ChunkKey, bytes] = {}
         """Prefix digests of those that have any."""
         self.overflowed = False
@@ -113,7 +113,7 @@ class ChunkChanges:
         yield report
 
     def _room_of(self, state: tuple[ChunkKey, int]) -> int:
-        """How many keys the report of a chunk is as large as."""
+        """Size of the report of a chunk, in keys."""
         return 1 + len(self._digests.get(state[0], b"")) // KEY_BYTES
 
     def _that_fit(self, items: Iterator[tuple[ChunkKey, int]], room: int) -> Iterator[tuple[ChunkKey, int]]:

@@ -1,4 +1,4 @@
-"""Which coordinator a node reports its chunks to, of those that share a layout map. Pure. Used by `FleetMembership`."""
+"""Chooses the coordinator to which a node reports its chunks, if several share a map. Pure; for `FleetMembership`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SessionState(NamedTuple):
 
 
 def primaries(instance_id: str, map_ids: Mapping[str, str]) -> dict[str, str]:
-    """For each coordinator the one that receives the chunks on its behalf; all are identified by their addresses.
+    """Returns the coordinator that receives the chunks on behalf of each one; both are addresses.
 
     `map_ids` has the id of each one's layout map, empty if it keeps its own: then it receives the chunks itself. Of
     those that share a map, the one of the highest weight is the primary of all. Each pair of instance and coordinator

@@ -155,7 +155,6 @@ class ReceiverStats:
     chunk_count: int = 0
     """Chunks that were read, verified and committed."""
     received_bytes: int = 0
-    """Bytes of these."""
     device_bytes: int = 0
     """Bytes of these that were read into device buffers."""
 

@@ -31,7 +31,7 @@ class HandoffTableStats:
     ended_counts: Mapping[HandoffState, int]
     """Handoffs that were closed, by their last state."""
     abandoned_count: int
-    """Those of them that no request of the decode claimed."""
+    """Handoffs that no request of the decode claimed."""
     refused_count: int
     """Handoffs that were refused for lack of room."""
 

@@ -141,11 +141,10 @@ class HeldPrompt:
     chunks: Sequence[Chunk] = ()
     """The first chunks of the prompt; if chunks have several parts, the items of the longest hit, part by part."""
     prompt_chunks: int = 0
-    """Chunks of the prompt that these are."""
 
 
 class HintExecutor:
-    """To be used as an async context manager. `apply` and `prefetch` raise nothing but for cancellation."""
+    """Executes hints; an async context manager. `apply` and `prefetch` raise nothing but for cancellation."""
 
     def __init__(self, instance_id: str, stack: TierStack, orders: OrderRunner) -> None:
         """`orders` have the pins of the node, and report and end those of hints."""

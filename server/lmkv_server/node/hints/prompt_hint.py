@@ -30,7 +30,7 @@ class PromptHint:
     action: HintAction
     spec: KvSpec
     keys: Sequence[ChunkKey]
-    """Of the chunks, as those of part 0."""
+    """Keys of the chunks, as those of part 0."""
     owner: bytes
     """Whose quota it takes: the root of the prompt's key chain, or a digest of a client's name."""
     ttl_seconds: float = 0.0

@@ -28,7 +28,7 @@ POOL = 0
 """The source of items in the pool; tiers have the numbers from 1 on, in the order in which they were asked."""
 ABSENT = 255
 _HELD_UP_TO = [bytes(source <= last for source in range(256)) for last in range(ABSENT)]
-"""For each last source that counts: a table with 1 for the sources that count, and 0 for the others."""
+"""A translation table for each last source that counts: 1 for sources up to it, 0 for the others."""
 
 
 class PoolHeld:
@@ -82,7 +82,6 @@ class _Grid:
         self.prompt = prompt
         self.items = prompt.all_items()
         self._sources = bytearray([ABSENT]) * len(self.items)
-        """The source of each item."""
         self.last_source = ABSENT - 1
         """Sources behind this one do not count."""
         self.tier_tail: _TierTail | None = None

@@ -329,10 +329,10 @@ class PeerChunk:
     token_count: int
     size_bytes: int
     parent: ChunkKey | None = None
-    """Of a chunk in which prompts end: the key of the chunk before it, or the root of its key chain, if the peer knows
+    """For a chunk in which prompts end: the key of the chunk before it, or the root of its key chain, if the peer knows
     it."""
     prefix_digests: bytes = b""
-    """With `parent`: `lmkv.keys.prefix_digests`, if the peer knows them."""
+    """`lmkv.keys.prefix_digests` of a chunk with a `parent`, if the peer knows them."""
 
 
 def peer_chunk(

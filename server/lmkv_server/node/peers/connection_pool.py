@@ -29,7 +29,7 @@ CLOSE_SECONDS = 2 * RELEASE_SECONDS
 
 
 class PeerConnectionPool:
-    """At most one connection to each peer. One event loop owns it. It ends by `aclose`."""
+    """Keeps at most one connection to each peer, until `aclose`. One event loop owns it."""
 
     def __init__(
         self, *, instance_id: str, epoch: int, channels: Channels, host: str, credentials: Credentials = rpc.PLAINTEXT

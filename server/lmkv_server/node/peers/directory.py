@@ -23,7 +23,7 @@ from lmkv.v1.cache_service_pb2 import Holder
 logger = logging.getLogger(__name__)
 
 FILE = "peer.json"
-"""In an instance's folder: its epoch and address. The node keeps the file locked while it runs."""
+"""File in an instance's folder with its epoch and address. The node keeps it locked while it runs."""
 MAX_FILE_BYTES = 1024
 LOCK_TRIES = 100
 MAX_KNOWN = 256

@@ -124,8 +124,10 @@ PROMOTED_SHARE = 8
 """Chunks on disk are read into the pool for a peer: `MAX_PROMOTED_BYTES` per call, and at most 1/8 of the pool."""
 PROMOTE_SECONDS = 2.0
 LINGER_SECONDS = 1.0
-"""How long the channels make progress after `Init`, for the caller to connect, and after a grant, for reads that the
-reader has given up: it keeps their memory in quarantine until they have stopped."""
+"""Time for which the channels make progress after `Init`, for the caller to connect, and after a grant.
+
+A reader that has given up reads keeps their memory in quarantine until they have stopped.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

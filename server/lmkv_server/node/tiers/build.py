@@ -36,7 +36,6 @@ class TierContext:
     name: str = ""
     """The name of a tier of another package, which its `name` must be."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Its options in `tiers`."""
     keys: TenantKeys | None = None
     """The keys that tiers encrypt with, if `encryption_key_file` is set."""
 

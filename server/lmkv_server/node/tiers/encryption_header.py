@@ -50,7 +50,6 @@ class EncryptionHeader:
     key_id: bytes
     nonce: bytes
     checksum: bytes
-    """`CHECKSUM_BYTES`, encrypted."""
     tag: bytes
     """Authenticates checksum and bytes, and `associated_data`."""
 

@@ -211,7 +211,7 @@ class EngineFailover:
         self._load.close()
 
     def follow(self) -> Callable[[], None]:
-        """To be called before a stream of the engine begins; the result, at its first token: the prompt is computed."""
+        """Call it before a stream of the engine begins, and the result at its first token: the prompt is computed."""
         engine, queued = self._tried[-1], self._queued
         assert queued
         queued.is_followed = True
