@@ -22,14 +22,14 @@ import trustme
 
 from benchmarks.node.bare_ends import bare_owner
 from benchmarks.support import engines
+from benchmarks.support.chunks import commit_chunk
 from lmkv.config import NodeConfig
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import Holder
-from lmkv_kernels import checksum
-from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.serving.build import open_peer_side
 from lmkv_server.node.serving.read_grants import SHARE
 from lmkv_server.node.serving.service import ServedNode
@@ -125,24 +125,11 @@ class ReadingNode:
 
     def fill(self, keys: list[ChunkKey]) -> list[int]:
         """Commits a chunk for each key; their offsets in the pool."""
-        offsets = []
-        for number, key in enumerate(keys):
-            reserved = self.tier.reserve(self.spec.chunk_bytes)
-            assert reserved is not None
-            offsets.append(reserved.offset)
-            words = np.frombuffer(self.pool.buffer, np.uint64, self.spec.chunk_bytes // 8, reserved.offset)
-            words[:] = np.arange(words.size, dtype=np.uint64) + np.uint64(number << 40)
-            self.tier.commit(
-                Chunk(
-                    offset=reserved.offset,
-                    key=key,
-                    fingerprint=self.spec.fingerprint,
-                    size_bytes=self.spec.chunk_bytes,
-                    checksum=checksum(self.pool.buffer, reserved.offset, self.spec.chunk_bytes),
-                    token_count=self.spec.chunk_size,
-                )
-            )
-        return offsets
+        content = np.arange(self.spec.chunk_bytes // 8, dtype=np.uint64)
+        return [
+            commit_chunk(self.pool, self.tier, self.spec, key, content + np.uint64(number << 40))
+            for number, key in enumerate(keys)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,14 +13,14 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from benchmarks.support.chunks import commit_chunk
 from benchmarks.support.rows import Row
 from benchmarks.support.timing import median_ratio
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.units import GIB
-from lmkv_kernels import checksum
-from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.tiers.base import Needs, Selection
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.remote.tier import RemoteTier
@@ -78,18 +78,7 @@ class Chunks:
     def commit(self) -> None:
         """Commits every chunk to the host tier."""
         for key in self.keys:
-            reserved = self.tier.reserve(self.spec.chunk_bytes)
-            assert reserved
-            self.tier.commit(
-                Chunk(
-                    offset=reserved.offset,
-                    key=key,
-                    fingerprint=self.spec.fingerprint,
-                    size_bytes=self.spec.chunk_bytes,
-                    checksum=checksum(self.pool.buffer, reserved.offset, self.spec.chunk_bytes),
-                    token_count=self.spec.chunk_size,
-                )
-            )
+            commit_chunk(self.pool, self.tier, self.spec, key)
 
 
 class Cost(NamedTuple):

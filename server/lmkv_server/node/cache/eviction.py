@@ -1,4 +1,4 @@
-"""Chooses the chunk that is evicted when a tier is full. Pure; each tier has a queue, with a policy that its owner sets.
+"""Chooses the chunk that is evicted when a tier is full. Pure; each tier has a queue, with a policy of its owner.
 
 A policy only orders chunks. The queue keeps chunks in use, and keeps a chunk as long as a chunk that follows it in a
 prompt is there, under every policy:

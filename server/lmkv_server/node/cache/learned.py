@@ -236,8 +236,8 @@ def _smooth(counts: Counts) -> Counts:
 
 
 def hit_index(chances: Counts) -> Counts:
-    """Returns, for each age (the last dimension), the most hits per time that a chunk of that age can have if it is kept
-    up to some later age.
+    """Returns, for each age (the last dimension), the most hits per time of a chunk of that age that is kept up to a
+    later age.
 
     On the curve of probable hits over the time that a chunk is kept on average, this is the steepest line from each
     point to a later one.
