@@ -43,7 +43,7 @@ class MissReason(StrEnum):
 
 
 ADVICE: Mapping[MissReason, str] = {
-    MissReason.NEVER_STORED: "nothing, if the tokens are new; across restarts: persist_pool, local_disk",
+    MissReason.NEVER_STORED: "nothing, if new; after restarts: persist_pool, local_disk",
     MissReason.EVICTED_BY_STORE: "raise max_local_cpu_size, or add local_disk or remote_url",
     MissReason.EVICTED_BY_FETCH: "raise max_local_cpu_size, or route a session to one instance",
     MissReason.EVICTED_BY_ORDER: "move or drain to an instance with free memory",

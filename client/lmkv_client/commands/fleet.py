@@ -25,6 +25,7 @@ from lmkv_client.commands.operations import OPERATION_COLUMNS, AnyOperation, ope
 from lmkv_client.commands.output import (
     MAX_CELL_CHARACTERS,
     STANDBY,
+    Items,
     Number,
     align,
     engines,
@@ -39,7 +40,7 @@ from lmkv_client.commands.output import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-INSTANCE_COLUMNS = ("INSTANCE", "PEER", "MODELS", "TIERS", Number("ENGINES"))
+INSTANCE_COLUMNS = ("INSTANCE", "PEER", Items("MODELS"), Items("TIERS"), Number("ENGINES"))
 
 
 def instances(args: argparse.Namespace) -> int:

@@ -74,6 +74,12 @@ class Number(str):
     __slots__ = ()
 
 
+class Items(str):
+    """The heading of a column of lists. A terminal shows an item a line."""
+
+    __slots__ = ()
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints a table: with a frame on a terminal, else as aligned columns for other programs.
 
@@ -90,7 +96,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for column in columns:
         table.add_column(column, justify="right" if isinstance(column, Number) else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(safe_text(cell, MAX_CELL_CHARACTERS)) for cell in row))  # no markup, no emoji: `[::1:2:3]`
+        cells = [safe_text(cell, MAX_CELL_CHARACTERS) for cell in row]
+        cells = [
+            cell.replace(", ", "\n") if isinstance(column, Items) else cell
+            for column, cell in zip(columns, cells, strict=True)
+        ]
+        table.add_row(*map(Text, cells))  # no markup, no emoji: `[::1:2:3]`
     Console().print(table, markup=False)
 
 

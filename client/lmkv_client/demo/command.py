@@ -117,10 +117,9 @@ def _demonstrate(args: argparse.Namespace, folder: Path, logs: Path, progress: C
         settings |= {"LMKV_SHARE_ACROSS_ENGINES": "true", "LMKV_HASH_SCHEME": PAGE_HASH_SCHEME}
     with Cluster(folder, model, logs=logs, settings=settings) as cluster:
         assert cluster.coordinator is not None
-        progress(
-            f"coordinator ready at {cluster.coordinator.address}, its page at "
-            f"http://{cluster.coordinator.http_address}; starting {_in_words(kinds)}, which takes half a minute or more"
-        )
+        address, page = cluster.coordinator.address, cluster.coordinator.http_address
+        progress(f"coordinator ready at {address}, its page at http://{page}")
+        progress(f"starting {_in_words(kinds)}, which takes half a minute or more")
 
         def add(name: str, kind: str) -> DemoEngine:
             if kind == SGLANG:

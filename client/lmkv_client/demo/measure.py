@@ -13,6 +13,7 @@ from rich import box
 from rich.table import Table
 
 from lmkv.units import GIB, format_bytes, format_rate
+from lmkv_client.commands.output import count
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.endpoint import Completion, Endpoint
 from lmkv_client.demo.engine import EngineProcess
@@ -245,7 +246,7 @@ def _in_words(round_: DemoRound) -> str:
 def make_table(result: DemoResult) -> Table:
     """TTFT, and what was loaded instead of computed; fits into 80 columns."""
     table = Table(
-        title=f"A prompt of {result.prompt_tokens:,} tokens, medians of {len(result.rounds)} rounds",
+        title=f"A prompt of {result.prompt_tokens:,} tokens, medians of {count(len(result.rounds), 'round')}",
         caption=_caption(*result.engines),
         box=box.SIMPLE_HEAD,
         pad_edge=False,

@@ -379,7 +379,12 @@ async def test_a_terminal_gets_a_frame_and_every_bracket(
     coordinator: CannedCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator.instances = [
-        Instance(instance_id="lmkv-1", synced=True, specs=[KvSpec(model_name="[b]llama[/b]", kv_dtype="bfloat16")])
+        Instance(
+            instance_id="lmkv-1",
+            synced=True,
+            specs=[KvSpec(model_name="[b]llama[/b]", kv_dtype="bfloat16")],
+            tiers=[TierUsage(tier=tier, used_bytes=1 << 30) for tier in ("host", "disk")],
+        )
     ]
     ours, theirs = pty.openpty()
     monkeypatch.setenv("COLUMNS", "200")
@@ -391,6 +396,7 @@ async def test_a_terminal_gets_a_frame_and_every_bracket(
         shown = screen.read1(100_000).decode()
     assert "[b]llama[/b] (bfloat16)" in shown
     assert "━" in shown or "─" in shown
+    assert re.search(r"host 1.00 GiB +\S +0, standby.*\n.*disk 1.00 GiB ", shown), "a tier a line"
 
 
 COMMAND_NAMES = [
