@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import secrets
 import sys
@@ -17,17 +18,30 @@ from lmkv.errors import LmkvError
 
 VARIABLE = "_LMKV_STARTUP_ERROR_FILE"
 """Names the file in which the processes of an engine record the error. Its prefix is not that of lmkv's keys."""
+RAY_WORKER = "default_worker.py"
+"""The script that Ray runs in its workers."""
 HELPER_SECONDS = 5.0
 """Deadline for the resource tracker of `multiprocessing` to exit."""
 
 
 def print_at_exit() -> None:
-    """Makes the first process of an engine print the recorded error if it exits by an exception. Idempotent."""
-    if VARIABLE in os.environ:
+    """Makes the first process of an engine print the recorded error if it exits by an exception. Idempotent.
+
+    A program that has loaded vLLM's plugins may start engines as programs of their own: each of these has its file,
+    though it has inherited the name of another one.
+    """
+    name = f"lmkv-startup-error-{os.getpid()}-"
+    inherited = os.environ.get(VARIABLE, "")
+    if Path(inherited).name.startswith(name) or (inherited and _is_part_of_engine()):
         return
-    path = Path(tempfile.gettempdir(), f"lmkv-startup-error-{os.getpid()}-{secrets.token_hex(8)}")
+    path = Path(tempfile.gettempdir(), f"{name}{secrets.token_hex(8)}")
     os.environ[VARIABLE] = str(path)
     atexit.register(_print, path, os.getpid())
+
+
+def _is_part_of_engine() -> bool:
+    """Whether this process is one of vLLM's workers, which `multiprocessing` or Ray start."""
+    return multiprocessing.parent_process() is not None or Path(sys.argv[0]).name == RAY_WORKER
 
 
 def record(error: LmkvError) -> None:

@@ -71,9 +71,9 @@ for _ in range(2):
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_a_newer_vllm_works_with_one_warning_or_is_refused_by_what_it_lacks(breaks: bool) -> None:
+def test_a_newer_vllm_works_with_one_warning_or_is_refused_by_what_it_lacks(tmp_path: Path, breaks: bool) -> None:
     """The installed vLLM, under another version: the connector loads, or the engine ends without a traceback."""
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}  # no child of an engine
+    environment = os.environ | {VARIABLE: str(tmp_path / "error")}  # of a program that has loaded the plug-in, too
     script = NEWER.replace("BREAKS", str(breaks))
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -102,7 +102,7 @@ def test_an_engine_with_an_old_vllm_ends_with_the_error_and_no_traceback(tmp_pat
     (tmp_path / "vllm/__init__.py").write_text('__version__ = "0.30.0"\n')
     factory.write_text("class KVConnectorFactory:\n    _registry = {}\n")
     script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{ENGINE}"
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}  # no child of an engine
+    environment = os.environ | {VARIABLE: str(tmp_path / "error")}  # of a program that has loaded the plug-in, too
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=ROOT,
@@ -114,3 +114,39 @@ def test_an_engine_with_an_old_vllm_ends_with_the_error_and_no_traceback(tmp_pat
     )
     assert done.returncode == 1
     assert done.stderr == f"lmkv: error: {version_error('0.30.0')}\n"
+    assert not (tmp_path / "error").exists()
+
+
+PARTS = """
+import multiprocessing
+from lmkv.errors import ConfigError
+from lmkv_client import startup_error
+
+def work():
+    startup_error.print_at_exit()
+    error = ConfigError("of a worker")
+    startup_error.record(error)
+    raise error
+
+if __name__ == "__main__":
+    startup_error.print_at_exit()
+    worker = multiprocessing.get_context("METHOD").Process(target=work)
+    worker.start()
+    worker.join()
+    raise RuntimeError(f"the worker ended with {worker.exitcode}")
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_an_error_of_a_worker_is_the_last_line_of_its_engine(tmp_path: Path, method: str) -> None:
+    script = tmp_path / "engine.py"
+    script.write_text(PARTS.replace("METHOD", method))
+    environment = os.environ | {VARIABLE: str(tmp_path / "error")}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if line.startswith("lmkv: error: ")] == [
+        "lmkv: error: of a worker"
+    ]
+    assert done.stderr.splitlines()[-1] == "lmkv: error: of a worker"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ import pytest
 
 from lmkv_client.demo.model import LLAMA_VOCAB, MID, TINY, make_model
 from lmkv_client.demo.process import RunningProcess, ServerProcess
-from lmkv_client.startup_error import VARIABLE
 from tests.engines.faults import FaultyPair
 from tests.engines.llm import CALM, Nursery, make_prompt
 from tests.engines.pd import Trio
@@ -47,12 +45,6 @@ def forked_servers(nursery: Nursery) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ServerProcess, "launch", launch)
         yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def engines_print_their_errors() -> None:
-    """Engines are no part of this process, which may have loaded vLLM's plugins for tests of the connector."""
-    os.environ.pop(VARIABLE, None)
 
 
 @pytest.fixture(scope="session")
