@@ -235,6 +235,33 @@ async def test_only_this_host_is_served_by_default_and_with_a_token_only_those_w
     assert served == {token: True, "wrong": False, "": False}
 
 
+async def test_batches_for_a_consumer_that_does_not_read_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, free_port: Callable[[], int]
+) -> None:
+    monkeypatch.setattr(kv_event_publisher, "MAX_QUEUED", 8)
+    end, sent_count, content = f"tcp://127.0.0.1:{free_port()}", 400, bytes(1 << 18)
+    async with EventPublisher(layout_events(), end, "") as publisher:
+        context = zmq.asyncio.Context()
+        try:
+            consumer = context.socket(zmq.SUB)
+            consumer.set_hwm(1)
+            consumer.connect(end)
+            consumer.subscribe(b"")
+            while not await consumer.poll(10):  # until it is subscribed
+                await publisher._publisher.send(b"first")
+            for number in range(sent_count):
+                await publisher._publisher.send(number.to_bytes(4, "big") + content)
+            received: list[bytes] = []
+            while not received or received[-1] != b"last":
+                await publisher._publisher.send(b"last")
+                received.append(await consumer.recv())
+            batches = [int.from_bytes(one[:4], "big") for one in received if len(one) > 5]
+        finally:
+            context.destroy(linger=0)
+    assert 0 < len(batches) < sent_count / 2
+    assert batches == sorted(set(batches)), "others are dropped, and their numbers show it"
+
+
 async def test_a_flood_of_malformed_replay_requests_does_not_fill_the_log(
     caplog: pytest.LogCaptureFixture, free_port: Callable[[], int]
 ) -> None:

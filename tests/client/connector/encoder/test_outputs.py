@@ -15,6 +15,7 @@ import torch
 
 from lmkv.keys import MEDIA_HASH_SCHEME
 from lmkv.spec import KvSpec
+from lmkv_client.connector.encoder import worker
 from lmkv_client.connector.encoder.outputs import CHUNK_ROWS, EncoderPlan, OutputName, OutputWidths
 from lmkv_client.connector.encoder.scheduler import OutputLookup
 from lmkv_client.connector.encoder.worker import MAX_WAITING_BYTES, EncoderStores, EncoderWorker, host_bytes, store
@@ -85,6 +86,21 @@ def test_an_output_of_any_length_and_width_is_loaded_as_it_was_stored(
     lookup.release()
     assert torch.equal(here["picture"], made)
     assert torch.equal(elsewhere["picture"], made)
+
+
+def test_a_store_reserves_a_bounded_number_of_extents_at_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "MAX_RESERVED", 2)
+    reserve, counts = engine.reserve, list[int]()
+
+    def count(number: int, **options: Any) -> Any:
+        counts.append(number)
+        return reserve(number, **options)
+
+    monkeypatch.setattr(engine, "reserve", count)
+    made = output(5 * CHUNK_ROWS - 1, 1)
+    assert store(engine, OutputName.of(engine, DIGEST, len(made), 1, salt=""), host_bytes(made, None)) == made.nbytes
+    assert max(counts) == worker.MAX_RESERVED
+    assert sum(counts) >= 5
 
 
 def test_an_output_that_lacks_a_chunk_is_not_loaded(engine: Engine) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from lmkv.errors import Unreachable
+from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason, reason_name
 from lmkv.runtime.patience import TIMEOUTS_UNTIL_SUSPECT
+from lmkv.tiers import OWN
 from lmkv.v1.chunk_pb2 import MISS_REASON_EVICTED_BY_STORE
+from lmkv_client.connector.scheduler import side
 from tests.client.connector.scheduler.serving import PROMPT, REST, MakeEngine, filled, until, with_peer
 from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import CHUNK
@@ -141,6 +144,18 @@ def test_what_lacked_a_write_credit_when_it_was_computed_was_skipped(make_engine
     assert engine.scheduler.reset_prefix_cache()
     engine.serve("a", PROMPT)
     assert spans(engine, "a") == [("skipped", FULL), ("uncacheable", REST)]
+
+
+def test_what_was_skipped_is_remembered_of_a_bounded_number_of_chunks(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side, "MAX_SKIPPED", 8)
+    skipped = make_engine().side._stores._skipped
+    keys = [ChunkKey(number.to_bytes(8, "big") * 2) for number in range(100)]
+    for at, key in enumerate(keys):
+        skipped.add(key, OWN, MissReason.SKIPPED, 1.0 + at)
+        assert skipped.get(key)
+    assert sum(skipped.get(key) is not None for key in keys) <= side.MAX_SKIPPED
 
 
 def test_the_end_of_a_prompt_that_lacked_a_write_credit_was_skipped(make_engine: MakeEngine) -> None:

@@ -286,6 +286,18 @@ def load(pages: Pages, buffer: DeviceBufferPart, copies: list[ChunkCopy]) -> Non
         made.close()
 
 
+async def test_the_peers_that_were_read_last_stay_connected(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PEERS", 1)
+    _, pages = make_cache("cpu")
+    reading = Reading(pages)
+    with tempfile.TemporaryDirectory() as folder, Owner("nixl", "owner:2", Path(folder), size_bytes=OWNED_BYTES) as two:
+        for one in (owner, two, two, owner):
+            await reading.reads.execute(order_of(one, pages))
+            assert list(reading.reads._peers) == list(reading.nixl._peers) == [one.name]
+    assert not any(result.HasField("status") for result in reading.results)
+    await reading.aclose()
+
+
 async def test_a_read_that_cannot_begin_fails_at_once_and_has_stopped(owner: Owner) -> None:
     _, pages = make_cache("cpu")
     reading = Reading(pages)
