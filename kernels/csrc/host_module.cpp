@@ -9,6 +9,7 @@
 
 #include "chunk_copy.h"
 #include "chunk_keys.h"
+#include "codec.h"
 #include "token_ids.h"
 
 namespace nb = nanobind;
@@ -119,6 +120,51 @@ nb::bytes token_ids(const ReadOnlyPoolBytes& json) {
   return nb::bytes(ids.data(), ids.size() * sizeof(std::uint32_t));
 }
 
+lmkv::CodecFormat codec_format(int element, int code, std::int64_t plane_elements, std::int64_t group_elements) {
+  return {static_cast<lmkv::Element>(element), static_cast<lmkv::Code>(code), plane_elements, group_elements};
+}
+
+const lmkv::CodecKernels& codec(bool portable) { return portable ? lmkv::portable_codec() : lmkv::best_codec(); }
+
+std::int64_t encoded_bytes(int element, int code, std::int64_t plane_elements, std::int64_t group_elements,
+                           std::int64_t count) {
+  return lmkv::encoded_bytes(codec_format(element, code, plane_elements, group_elements), count);
+}
+
+bool encode(int element, int code, std::int64_t plane_elements, std::int64_t group_elements,
+            const ReadOnlyPoolBytes& chunk, const PoolBytes& encoded, bool portable) {
+  nb::gil_scoped_release unlocked;
+  const auto format = codec_format(element, code, plane_elements, group_elements);
+  const auto count = static_cast<std::int64_t>(chunk.size()) / lmkv::element_bytes(format.element);
+  return codec(portable).encode(format, reinterpret_cast<const std::byte*>(chunk.data()), count,
+                                reinterpret_cast<std::byte*>(encoded.data()));
+}
+
+void decode(int element, int code, std::int64_t plane_elements, std::int64_t group_elements,
+            const ReadOnlyPoolBytes& encoded, const PoolBytes& chunk, bool portable) {
+  nb::gil_scoped_release unlocked;
+  const auto format = codec_format(element, code, plane_elements, group_elements);
+  const auto count = static_cast<std::int64_t>(chunk.size()) / lmkv::element_bytes(format.element);
+  codec(portable).decode(format, reinterpret_cast<const std::byte*>(encoded.data()), count,
+                         reinterpret_cast<std::byte*>(chunk.data()));
+}
+
+void split(int element, const ReadOnlyPoolBytes& chunk, const PoolBytes& planes, bool portable) {
+  nb::gil_scoped_release unlocked;
+  const auto kind = static_cast<lmkv::Element>(element);
+  const auto count = static_cast<std::int64_t>(chunk.size()) / lmkv::element_bytes(kind);
+  codec(portable).split(kind, reinterpret_cast<const std::byte*>(chunk.data()), count,
+                        reinterpret_cast<std::byte*>(planes.data()));
+}
+
+void join(int element, const ReadOnlyPoolBytes& planes, const PoolBytes& chunk, bool portable) {
+  nb::gil_scoped_release unlocked;
+  const auto kind = static_cast<lmkv::Element>(element);
+  const auto count = static_cast<std::int64_t>(chunk.size()) / lmkv::element_bytes(kind);
+  codec(portable).join(kind, reinterpret_cast<const std::byte*>(planes.data()), count,
+                       reinterpret_cast<std::byte*>(chunk.data()));
+}
+
 }  // namespace
 
 NB_MODULE(_host, module) {
@@ -133,4 +179,12 @@ NB_MODULE(_host, module) {
              "portable"_a = false);
   module.def("chunk_keys", &chunk_keys, "tokens"_a, "root"_a, "chunk_size"_a, "portable"_a = false);
   module.def("token_ids", &token_ids, "json"_a);
+  module.def("codec_isa", [] { return std::string(lmkv::best_codec().isa); });
+  module.def("encoded_bytes", &encoded_bytes, "element"_a, "code"_a, "plane_elements"_a, "group_elements"_a, "count"_a);
+  module.def("encode", &encode, "element"_a, "code"_a, "plane_elements"_a, "group_elements"_a, "chunk"_a, "encoded"_a,
+             "portable"_a = false);
+  module.def("decode", &decode, "element"_a, "code"_a, "plane_elements"_a, "group_elements"_a, "encoded"_a, "chunk"_a,
+             "portable"_a = false);
+  module.def("split", &split, "element"_a, "chunk"_a, "planes"_a, "portable"_a = false);
+  module.def("join", &join, "element"_a, "planes"_a, "chunk"_a, "portable"_a = false);
 }

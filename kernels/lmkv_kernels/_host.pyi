@@ -45,3 +45,37 @@ def chunk_keys(tokens: NDArray[np.uint32], root: NDArray[np.uint8], chunk_size: 
 
 def token_ids(json: NDArray[np.uint8]) -> bytes:
     """The integers of a JSON list as u32. Raises `ValueError` if it is not a list of integers from 0 to 2^32 - 1."""
+
+def codec_isa() -> str:
+    """The instruction set that the codecs use on this processor."""
+
+def encoded_bytes(element: int, code: int, plane_elements: int, group_elements: int, count: int) -> int:
+    """Bytes of `count` encoded elements. `element` and `code` are indices, as `lmkv_kernels.codecs` has them."""
+
+def encode(
+    element: int,
+    code: int,
+    plane_elements: int,
+    group_elements: int,
+    chunk: NDArray[np.uint8],
+    encoded: NDArray[np.uint8],
+    portable: bool = False,
+) -> bool:
+    """Encodes a chunk; False if it has elements that are too large, infinite, or no numbers."""
+
+def decode(
+    element: int,
+    code: int,
+    plane_elements: int,
+    group_elements: int,
+    encoded: NDArray[np.uint8],
+    chunk: NDArray[np.uint8],
+    portable: bool = False,
+) -> None:
+    """Decodes a chunk."""
+
+def split(element: int, chunk: NDArray[np.uint8], planes: NDArray[np.uint8], portable: bool = False) -> None:
+    """Sorts the bytes of elements by their significance."""
+
+def join(element: int, planes: NDArray[np.uint8], chunk: NDArray[np.uint8], portable: bool = False) -> None:
+    """The inverse of `split`."""
