@@ -31,6 +31,8 @@ from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 """Bytes per element, by the engine's name of the KV dtype."""
+LOSSY_DTYPES = ("bfloat16", "float16", "float32")
+"""KV dtypes that a codec of a tier may round (docs/guides/codecs.md)."""
 MAX_PARTS = 8
 """Maximum number of parts of a chunk."""
 
@@ -164,9 +166,16 @@ MAX_NAME_BYTES = 256
 MAX_IDENTITY_BYTES = 512
 
 _NOT_HASHED = ("model_name", "vocab_size")
-_UNSET: dict[str, object] = {"rule": ALL, "span": 0, "layers": "", "more_parts": "", "weight_version": ""}
-"""Fields that are hashed only with other values than these: models with one kind of layers, and whose weights never
-change, have none of them."""
+_UNSET: dict[str, object] = {
+    "rule": ALL,
+    "span": 0,
+    "layers": "",
+    "more_parts": "",
+    "weight_version": "",
+    "accepts_lossy": False,
+}
+"""Fields that are hashed only with other values than these: models with one kind of layers, whose weights never change,
+and whose engines want exact chunks, have none of them."""
 _PART_FIELDS = tuple(field.name for field in fields(KvPart))
 
 
@@ -226,6 +235,7 @@ class KvSpec:
     layers: str = ""
     more_parts: tuple[KvPart, ...] = ()
     weight_version: str = ""
+    accepts_lossy: bool = False
 
     def __post_init__(self) -> None:
         if self.chunk_size <= 0:
@@ -246,6 +256,12 @@ class KvSpec:
             raise BadKvSpec(f"hash_scheme {PAGE_HASH_SCHEME}: chunks have one part", field="hash_scheme")
         if len(self.weight_version.encode()) > MAX_FIELD_BYTES:
             raise BadKvSpec(f"weight_version has more than {MAX_FIELD_BYTES} bytes", field="weight_version")
+        if self.accepts_lossy and (exact := {part.kv_dtype for part in self.parts} - {*LOSSY_DTYPES}):
+            raise BadKvSpec(
+                f"accepts_lossy: the KV cache has elements of {', '.join(sorted(exact))}, and codecs round only "
+                f"{', '.join(LOSSY_DTYPES)}; set accept_lossy to false",
+                field="accepts_lossy",
+            )
         for part in self.parts if self.format == NATIVE_TILES else ():
             is_state = part.rule == chunk_pb2.PART_RULE_END
             if not is_state and (part.block_size <= 0 or self.chunk_size % part.block_size):

@@ -1,4 +1,4 @@
-"""Codecs of chunks (`kernels/csrc/codec.h`): each call checks its arguments, then runs without the GIL on one thread."""
+"""Codecs of chunks (`kernels/csrc/codec.h`): calls check their arguments, and run without the GIL on one thread."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from lmkv.config.kinds import (
     choice,
     whole,
 )
-from lmkv.config.node import NodeConfig
+from lmkv.config.node import LOSSY_CODECS, NodeConfig
 from lmkv.config.schema import Alias, Config, key, keys
 from lmkv.errors import ConfigError
 from lmkv.runtime.patience import MOST_SECONDS
@@ -120,6 +120,12 @@ class ConnectorConfig(NodeConfig):
         "Version of the weights at start, if they are replaced under one name; engines share KV of one version only.",
         shown_default="none",
     )
+    accept_lossy: bool = key(
+        FLAG,
+        False,
+        "Whether this engine may load chunks that `local_disk_codec` or `remote_codec` has rounded; it then shares "
+        "chunks only with engines that set it too.",
+    )
     copy_threads: int = key(
         whole(0, 1024, "a number of threads from 0 to 1024 (0: lmkv decides)"),
         0,
@@ -131,6 +137,16 @@ class ConnectorConfig(NodeConfig):
         0.001,
         "Share of hits of which a chunk is computed again and compared with the cached one; 0: none, 1: every hit.",
     )
+
+    def contradictions(self) -> Iterator[ConfigError]:
+        yield from super().contradictions()
+        for name in ("local_disk_codec", "remote_codec") if not (self.accept_lossy or self.node_address) else ():
+            if (codec := getattr(self, name)) in LOSSY_CODECS:
+                yield ConfigError(
+                    f"{name}: {codec} rounds chunks, and this engine accepts exact ones only; set accept_lossy to "
+                    f"true, or {name} to none or zstd",
+                    key=name,
+                )
 
     def _unencrypted(self) -> Iterator[Gap]:
         if self.pd_buffer_device == "cuda":

@@ -67,6 +67,10 @@ def attach_socket_beside(engine_socket: Path) -> Path:
     return engine_socket.with_name("attach.sock")
 
 
+LOSSY_CODECS = ("fp8", "int8", "int4")
+"""Codecs that round elements."""
+CODEC = choice("none", *LOSSY_CODECS, "zstd")
+
 _WHERE_TO_STORE = "set local_disk or remote_url to cache there, or local_cpu to true"
 
 
@@ -140,6 +144,12 @@ class NodeConfig(Config):
         "plain",
         "How bytes are copied between disk and pool: plain system calls, NIXL's POSIX plugin, or its GDS plugin.",
     )
+    local_disk_codec: str = key(
+        CODEC,
+        "none",
+        "How chunks on disk are encoded: none; zstd, which is lossless; or fp8, int8 or int4, which round the chunks "
+        "of engines that set `accept_lossy`.",
+    )
     remote_url: str = key(
         REMOTE_URL,
         "",
@@ -158,6 +168,11 @@ class NodeConfig(Config):
         SECONDS_OR_ZERO,
         0.0,
         "Time after which Valkey or Redis drops a chunk, in seconds; 0: when it runs out of memory.",
+    )
+    remote_codec: str = key(
+        CODEC,
+        "none",
+        "How chunks in the store are encoded, as `local_disk_codec`; nodes find only chunks of their own codec there.",
     )
     encryption_key_file: str = key(
         PATH,
@@ -281,9 +296,10 @@ class NodeConfig(Config):
         if not self.stores_chunks and not self.enable_pd:
             yield ConfigError(f"local_cpu is false, so that nothing is cached; {_WHERE_TO_STORE}", key="local_cpu")
 
-        if self.encryption_key_file and self.local_disk and self.local_disk_io != "plain":
+        changes = "encrypt" if self.encryption_key_file else "encode" if self.local_disk_codec != "none" else ""
+        if changes and self.local_disk and self.local_disk_io != "plain":
             yield ConfigError(
-                f"local_disk_io: {self.local_disk_io} copies chunks as they are; set it to plain to encrypt them",
+                f"local_disk_io: {self.local_disk_io} copies chunks as they are; set it to plain to {changes} them",
                 key="local_disk_io",
             )
 

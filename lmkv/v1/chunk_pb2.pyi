@@ -560,6 +560,7 @@ class KvSpec(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     MORE_PARTS_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    ACCEPTS_LOSSY_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     """Digest of the fields, 16 bytes: the namespace of all chunk keys."""
     model_name: _builtins.str
@@ -603,6 +604,10 @@ class KvSpec(_message.Message):
     name, the same at all engines with these weights; `private:` and a random suffix for weights that have no name yet,
     which one engine has. Empty if the weights never change. In the digest only if it is set.
     """
+    accepts_lossy: _builtins.bool
+    """Whether the engine accepts chunks that a codec of a tier has rounded. In the digest only if it is set: engines that
+    accept them share no chunk with those that do not.
+    """
     @_builtins.property
     def more_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvPart]:
         """Parts 1, 2, ... of a chunk, at most 7."""
@@ -630,10 +635,11 @@ class KvSpec(_message.Message):
         layers: _builtins.str = ...,
         more_parts: _abc.Iterable[Global___KvPart] | None = ...,
         weight_version: _builtins.str = ...,
+        accepts_lossy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk_size", b"chunk_size", "fingerprint", b"fingerprint", "format", b"format", "hash_scheme", b"hash_scheme", "head_size", b"head_size", "kv_dtype", b"kv_dtype", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "layers", b"layers", "mla", b"mla", "model_id", b"model_id", "model_name", b"model_name", "more_parts", b"more_parts", "rule", b"rule", "span", b"span", "tile_backend", b"tile_backend", "tile_isa", b"tile_isa", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_lossy", b"accepts_lossy", "block_size", b"block_size", "chunk_size", b"chunk_size", "fingerprint", b"fingerprint", "format", b"format", "hash_scheme", b"hash_scheme", "head_size", b"head_size", "kv_dtype", b"kv_dtype", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "layers", b"layers", "mla", b"mla", "model_id", b"model_id", "model_name", b"model_name", "more_parts", b"more_parts", "rule", b"rule", "span", b"span", "tile_backend", b"tile_backend", "tile_isa", b"tile_isa", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

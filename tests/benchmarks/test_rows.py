@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = (
     "agents",
     "channels",
+    "codecs",
     "concurrency",
     "control_plane",
     "data_path",

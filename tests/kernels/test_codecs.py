@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from lmkv_kernels import _host, codecs
 from lmkv_kernels.codecs import CODES, ELEMENTS, CodecFormat
@@ -25,8 +26,9 @@ def random_elements(element: str, count: int, seed: int, exponent: int) -> torch
     return (values * 2.0**exponent).to(getattr(torch, element))
 
 
-def bytes_of(elements: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    return elements.view(torch.uint8).numpy()
+def bytes_of(elements: torch.Tensor) -> NDArray[np.uint8]:
+    found: NDArray[np.uint8] = elements.view(torch.uint8).numpy()
+    return found
 
 
 def bounds(kind: CodecFormat, group: torch.Tensor) -> torch.Tensor:
@@ -43,7 +45,8 @@ def bounds(kind: CodecFormat, group: torch.Tensor) -> torch.Tensor:
 
 
 def groups(kind: CodecFormat, values: torch.Tensor) -> list[torch.Tensor]:
-    return [group for plane in values.split(kind.plane_elements) for group in plane.split(kind.group_elements)]
+    planes = torch.split(values, kind.plane_elements)
+    return [group for plane in planes for group in torch.split(plane, kind.group_elements)]
 
 
 def round_trip(kind: CodecFormat, elements: torch.Tensor) -> torch.Tensor:

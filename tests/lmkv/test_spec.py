@@ -56,6 +56,7 @@ CHANGES: dict[str, Any] = {
     "rule": PART_RULE_END,
     "layers": "others",
     "weight_version": "step-2",
+    "accepts_lossy": True,
     "more_parts": (KvPart(layer_count=1, kv_head_count=1, head_size=1, kv_dtype="int8", rule=PART_RULE_END),),
 }
 """A change of each field that decides, but of `span`, which changes with `rule`."""
@@ -66,6 +67,13 @@ FREE: dict[str, Any] = {"model_name": "alias", "vocab_size": 1}
 @pytest.mark.parametrize("case", GOLDEN["specs"], ids=lambda case: str(case["spec"]["model_name"]))
 def test_golden_fingerprints_hold(case: dict[str, Any]) -> None:
     assert KvSpec(**case["spec"]).fingerprint.hex() == case["fingerprint"]
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3", "fp8_e5m2"])
+def test_only_elements_that_a_codec_can_round_may_be_rounded(kv_dtype: str) -> None:
+    with pytest.raises(BadKvSpec, match=f"has elements of {kv_dtype}, and codecs round .* accept_lossy") as raised:
+        replace(LLAMA, kv_dtype=kv_dtype, accepts_lossy=True)
+    assert raised.value.metadata == {"field": "accepts_lossy"}
 
 
 def test_every_field_is_known_to_decide_or_not() -> None:

@@ -28,6 +28,7 @@ HOMES = {
     "ucxx": ("lmkv/transfer/",),
     "mooncake": ("lmkv/transfer/",),
     "opentelemetry": ("lmkv/telemetry/",),
+    "zstandard": ("server/lmkv_server/node/tiers/codec.py",),
     "cryptography": ("server/lmkv_server/node/tiers/encryption.py",),
     "transformers": ("client/lmkv_client/transformers/",),
     "starlette": (

@@ -183,6 +183,7 @@ def engine_kv(
         layers=first.layers,
         more_parts=tuple(parts[1:]),
         weight_version=config.weight_version,
+        accepts_lossy=config.accept_lossy,
     )
     return EngineKv(spec=spec, groups=tuple(groups), hash_block_size=hash_block_size(kv_cache_config))
 

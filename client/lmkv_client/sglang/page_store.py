@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 from lmkv.config import ConnectorConfig
@@ -109,7 +109,7 @@ class PageStore:
                 kv_dtype=dtype,
                 weight_version=self.settings.weight_version,
             )
-            return self._attach(spec, tensors)
+            return self._attach(replace(spec, accepts_lossy=self.settings.accept_lossy), tensors)
 
         self._engine = LateEngine(attach, without="nothing is loaded or stored")
         self._engine.wait(None if model.loaded_after is None else time.time() - model.loaded_after)

@@ -65,6 +65,7 @@ def model_kv(model: Any, config: ConnectorConfig, model_name: str) -> ModelKv:
         hash_scheme=config.hash_scheme,
         vocab_size=text_config.vocab_size,
         weight_version=config.weight_version,
+        accepts_lossy=config.accept_lossy,
     )
     return ModelKv(spec=spec, dtype=dtype, devices=tuple(each.device for each in keys))
 

@@ -115,7 +115,7 @@ class Node:
         self.engines = EngineSessions(self.tier, self._partial_chunks)
         self.engines.on_take_over = lambda: self.fleet.refresh()
         self._partial_chunks.add_tier(HOST, self.tier)
-        context = TierContext(config=config, cache=cache)
+        context = TierContext(config=config, cache=cache, specs=self.engines)
         self.stores = [await stack.enter_async_context(tier) for tier in make_tiers(context)]
         self.disk = next((tier for tier in self.stores if isinstance(tier, DiskTier)), None)
         if self.disk:

@@ -154,6 +154,31 @@ def test_check_prints_all_values_that_do_not_fit_others(tmp_path: Path, capsys: 
     assert [line.split()[2] for line in errors] == ["max_local_disk_size", "remote_ttl"]
 
 
+@pytest.mark.parametrize(
+    ("codec", "reason"),
+    [
+        ("local_disk_codec: int2", "local_disk_codec must be"),
+        ("remote_codec: int8", "remote_codec: int8 rounds chunks, and this engine accepts exact ones only"),
+        ("local_disk_codec: zstd\nlocal_disk_io: nixl", "local_disk_io: nixl copies chunks as they are"),
+    ],
+)
+def test_check_refuses_codecs_that_cannot_be(tmp_path: Path, capsys: Capture, codec: str, reason: str) -> None:
+    file = tmp_path / "lmkv.yaml"
+    file.write_text(f"local_disk: /var/lib/lmkv\nmax_local_disk_size: 1\n{codec}\n", encoding="utf-8")
+    assert cli.main(["config", "check", str(file)]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert reason in error
+
+
+@pytest.mark.parametrize("more", ["accept_lossy: true", "node_address: /run/lmkv/engine.sock"])
+def test_check_accepts_codecs_of_engines_that_accept_them_and_of_shared_nodes(
+    tmp_path: Path, capsys: Capture, more: str
+) -> None:
+    file = tmp_path / "lmkv.yaml"
+    file.write_text(f"remote_codec: int8\n{more}\n", encoding="utf-8")
+    assert cli.main(["config", "check", "--process", "connector", str(file)]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize("process", REQUIRED)
 def test_check_names_what_the_process_would_miss(capsys: Capture, process: str) -> None:
     assert cli.main(["config", "check", "--process", process]) == 2

@@ -104,9 +104,10 @@ def _remote(data: bytes, sealed: bool) -> None:
     if header is None:
         return
     assert parse_header(header.header) == header
-    described = RemoteChunk(key=OBJECT.key, spec=SPEC, size_bytes=SPEC.chunk_bytes).described(data)
+    chunk = RemoteChunk(key=OBJECT.key, spec=SPEC, size_bytes=SPEC.chunk_bytes)
+    described = chunk.described(data, SPEC.chunk_bytes)
     assert described is None or (described.key, described.size_bytes) == (OBJECT.key, SPEC.chunk_bytes)
-    assert described is None or 0 < described.token_count <= SPEC.chunk_size
+    assert described is None or not chunk.is_whole(described) or 0 < described.token_count <= SPEC.chunk_size
     assert object_name(header.fingerprint, header.key).isascii()
 
 

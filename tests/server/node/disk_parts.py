@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import eq
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,12 @@ from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.channel import NixlFiles
+from lmkv_kernels import checksum
 from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.cache.events import CachedChunk, CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.base import Needs
+from lmkv_server.node.tiers.codec import ChunkCodec
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.disk.volume import DISK_TIMES
 from lmkv_server.node.tiers.encryption import ChunkEncryption
@@ -34,10 +37,31 @@ SPEC = small_spec()
 FINGERPRINT = SPEC.fingerprint
 
 
+def content(number: int, size_bytes: int) -> bytes:
+    """The bytes of a chunk."""
+    return np.random.default_rng(number).bytes(size_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """What chunks of a test are like."""
+
+    spec: KvSpec = SPEC
+    token_count: int = 7
+    content: Callable[[int, int], bytes] = content
+    """The bytes of a chunk by its number and size."""
+    is_same: Callable[[bytes, bytes], bool] = eq
+    """Whether what was read may be what was stored."""
+
+
+RANDOM = Chunks()
+
+
 class Host:
     """A pool of a number of chunks whose tier sends its events to the disk tier, as in a node."""
 
-    def __init__(self, chunk_count: int) -> None:
+    def __init__(self, chunk_count: int, chunks: Chunks = RANDOM) -> None:
+        self.chunks = chunks
         self.pool = Pool.create(chunk_count * CHUNK_BYTES, huge_pages="never")
         self.events = CacheEvents(self)
         self.tier = HostTier(self.pool.size_bytes, self.events)
@@ -73,32 +97,36 @@ class Host:
             self.tier,
             chunk_key(number),
             size_bytes,
-            fingerprint=FINGERPRINT,
-            token_count=7,
+            fingerprint=self.chunks.spec.fingerprint,
+            token_count=self.chunks.token_count,
             parent=None if parent is None else chunk_key(parent),
             pool=self.pool,
-            content=content(number, size_bytes),
+            content=self.chunks.content(number, size_bytes),
         )
 
     def drop(self, *numbers: int) -> None:
         """Forgets chunks in host memory."""
         self.tier.drop(chunk_keys(*numbers))
 
-    async def count(self, *numbers: int, spec: KvSpec = SPEC) -> int:
+    async def count(self, *numbers: int, spec: KvSpec | None = None) -> int:
         """How many of the chunks can be read from disk, from the first on without a gap."""
         keys = chunk_keys(*numbers)
-        return (await self.disk.lookup(Needs(spec=spec, keys=keys, indices=range(len(keys))))).run_from(0)
+        needs = Needs(spec=spec or self.chunks.spec, keys=keys, indices=range(len(keys)))
+        return (await self.disk.lookup(needs)).run_from(0)
 
     async def read(self, *numbers: int, seconds: float = WAIT_SECONDS) -> dict[int, Chunk]:
         """Reads chunks from disk; those that came, each looked at byte by byte."""
         came: dict[int, Chunk] = {}
+        fingerprint = self.chunks.spec.fingerprint
         await self.disk.reader.read(
-            FINGERPRINT, chunk_keys(*numbers), seconds, lambda at, chunk: came.update({numbers[at]: chunk})
+            fingerprint, chunk_keys(*numbers), seconds, lambda at, chunk: came.update({numbers[at]: chunk})
         )
         for number, chunk in came.items():
             found = bytes(self.pool.buffer[chunk.offset : chunk.offset + chunk.size_bytes])
-            assert found == content(number, chunk.size_bytes)
-            assert (chunk.key, chunk.fingerprint, chunk.token_count) == (chunk_key(number), FINGERPRINT, 7)
+            assert self.chunks.is_same(found, self.chunks.content(number, chunk.size_bytes))
+            assert (chunk.key, chunk.fingerprint) == (chunk_key(number), fingerprint)
+            assert chunk.token_count == self.chunks.token_count
+            assert chunk.checksum == checksum(found)
         return came
 
     def check(self) -> None:
@@ -111,11 +139,6 @@ class Host:
         assert {chunk.key for chunk in self.disk} == self.on_disk
 
 
-def content(number: int, size_bytes: int) -> bytes:
-    """The bytes of a chunk."""
-    return np.random.default_rng(number).bytes(size_bytes)
-
-
 @asynccontextmanager
 async def host_with_disk(
     paths: Path | Sequence[Path],
@@ -124,10 +147,12 @@ async def host_with_disk(
     disk_chunks: int = 32,
     nixl: bool = False,
     encryption: ChunkEncryption | None = None,
+    codec: ChunkCodec | None = None,
+    chunks: Chunks = RANDOM,
     **seconds: float,
 ) -> AsyncIterator[Host]:
     """A host tier and a disk tier for a number of chunks."""
-    host = Host(host_chunks)
+    host = Host(host_chunks, chunks)
     folders = [paths] if isinstance(paths, Path) else list(paths)
     try:
         async with DiskTier(
@@ -136,6 +161,7 @@ async def host_with_disk(
             host.cache,
             io=NixlFiles(Region(address=host.pool.address, size_bytes=host.pool.size_bytes)) if nixl else None,
             encryption=encryption,
+            codec=codec,
             times=replace(DISK_TIMES, **seconds),
         ) as disk:
             host.disk = disk

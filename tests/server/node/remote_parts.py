@@ -18,17 +18,19 @@ from botocore.session import get_session
 
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.pool.pool import Pool
+from lmkv_kernels import checksum
 from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.base import Needs, Selection
+from lmkv_server.node.tiers.codec import ChunkCodec
 from lmkv_server.node.tiers.encryption import ChunkEncryption
 from lmkv_server.node.tiers.remote.s3 import S3Store
 from lmkv_server.node.tiers.remote.store import ROOT as PLAIN_ROOT
 from lmkv_server.node.tiers.remote.store import RemoteStore, object_name
 from lmkv_server.node.tiers.remote.tier import STORE_TIMES, RemoteTier
 from tests.server.node.cases import chunk_key, chunk_keys, put
-from tests.server.node.disk_parts import WAIT_SECONDS, content, until
+from tests.server.node.disk_parts import RANDOM, WAIT_SECONDS, Chunks, until
 from tests.support.redis_server import Server
 from tests.support.specs import small_spec
 
@@ -111,7 +113,8 @@ class Silent:
 class Host:
     """A pool of a number of chunks whose tier sends its events to the remote tier, as in a node."""
 
-    def __init__(self, chunk_count: int) -> None:
+    def __init__(self, chunk_count: int, chunks: Chunks = RANDOM) -> None:
+        self.chunks = chunks
         self.pool = Pool.create(chunk_count * CHUNK_BYTES, huge_pages="never")
         self.events = CacheEvents()
         self.tier = HostTier(self.pool.size_bytes, self.events)
@@ -126,11 +129,11 @@ class Host:
                 self.tier,
                 chunk_key(number),
                 size_bytes,
-                fingerprint=SPEC.fingerprint,
+                fingerprint=self.chunks.spec.fingerprint,
                 token_count=token_count,
                 parent=chunk_key(number - 1) if number else None,
                 pool=self.pool,
-                content=content(number, size_bytes),
+                content=self.chunks.content(number, size_bytes),
             )
 
     def drop(self, *numbers: int) -> None:
@@ -145,7 +148,7 @@ class Host:
     async def count(self, *numbers: int) -> int:
         """How many of the chunks the store has, from the first on."""
         keys = chunk_keys(*numbers)
-        return (await self.remote.lookup(Needs(spec=SPEC, keys=keys, indices=range(len(keys))))).run_from(0)
+        return (await self.remote.lookup(Needs(spec=self.chunks.spec, keys=keys, indices=range(len(keys))))).run_from(0)
 
     async def clear(self, fingerprint: bytes = b"", *, dry_run: bool = False) -> int:
         """Removes all chunks of a spec, or of all; returns how many there were."""
@@ -153,18 +156,22 @@ class Host:
 
     async def remove(self, *numbers: int) -> int:
         """Removes chunks from the store; returns how many there were."""
-        return (await self.remote.drop(Selection(keys=chunk_keys(*numbers), specs=[SPEC.fingerprint]))).chunk_count
+        return (
+            await self.remote.drop(Selection(keys=chunk_keys(*numbers), specs=[self.chunks.spec.fingerprint]))
+        ).chunk_count
 
     async def read(self, *numbers: int, seconds: float = WAIT_SECONDS) -> list[int]:
         """Reads chunks that are known to be there; those that came, each looked at byte by byte."""
         came: dict[int, Chunk] = {}
+        fingerprint = self.chunks.spec.fingerprint
         await self.remote.reader.read(
-            SPEC.fingerprint, chunk_keys(*numbers), seconds, lambda at, chunk: came.update({numbers[at]: chunk})
+            fingerprint, chunk_keys(*numbers), seconds, lambda at, chunk: came.update({numbers[at]: chunk})
         )
         for number, chunk in came.items():
             found = bytes(self.pool.buffer[chunk.offset : chunk.offset + chunk.size_bytes])
-            assert found == content(number, chunk.size_bytes)
-            assert (chunk.key, chunk.fingerprint) == (chunk_key(number), SPEC.fingerprint)
+            assert self.chunks.is_same(found, self.chunks.content(number, chunk.size_bytes))
+            assert (chunk.key, chunk.fingerprint) == (chunk_key(number), fingerprint)
+            assert chunk.checksum == checksum(found)
             assert SPEC.size_bytes(chunk.token_count) == chunk.size_bytes
             assert chunk.parent == (chunk_key(number - 1) if number else None)
         return sorted(came)
@@ -188,16 +195,19 @@ async def host_with(
     lookup_seconds: float = WAIT_SECONDS,
     ready: bool = True,
     encryption: ChunkEncryption | None = None,
+    codec: ChunkCodec | None = None,
+    chunks: Chunks = RANDOM,
     **seconds: float,
 ) -> AsyncIterator[Host]:
     """A host tier and a remote tier, whose store can be used if it is to be `ready`."""
-    host = Host(chunk_count)
+    host = Host(chunk_count, chunks)
     try:
         host.remote = RemoteTier(
             store,
             host.cache,
             lookup_seconds=lookup_seconds,
             encryption=encryption,
+            codec=codec,
             times=replace(STORE_TIMES, **seconds),
         )
         async with host.remote:

@@ -17,6 +17,7 @@ from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.channel import NixlFiles
 from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.tiers.base import SecondaryTier
+from lmkv_server.node.tiers.codec import ZSTD, ChunkCodec, KnownSpecs
 from lmkv_server.node.tiers.disk.folder import FileIo, PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.remote.store import RemoteStore
@@ -33,6 +34,8 @@ class TierContext:
     config: NodeConfig
     cache: HostCache
     """Host memory: chunks are read into it, and written from it. A tier that writes subscribes to its events."""
+    specs: KnownSpecs
+    """The specs of the node's engines, which say how chunks are encoded."""
     name: str = ""
     """The name of a tier of another package, which its `name` must be."""
     options: Mapping[str, str] = field(default_factory=dict)
@@ -45,6 +48,16 @@ class TierContext:
         from lmkv_server.node.tiers.encryption import ChunkEncryption
 
         return ChunkEncryption(self.keys, tier)
+
+    def codec(self, key: str) -> ChunkCodec | None:
+        """The codec that a key of the configuration names. Raises `ConfigError` if it needs what is not installed."""
+        name = getattr(self.config, key)
+        if name == ZSTD and find_spec("zstandard") is None:
+            raise ConfigError(
+                f"{key}: zstd needs zstandard, which is not installed; pip install '.[zstd]' in a clone of lmkv",
+                key=key,
+            )
+        return None if name == "none" else ChunkCodec(name, self.specs)
 
 
 class ConfiguredTier(SecondaryTier, Protocol):
@@ -68,6 +81,7 @@ def make_tiers(context: TierContext) -> Iterator[ConfiguredTier]:
             cache,
             io=_file_io(config, cache.pool),
             encryption=context.encryption("disk"),
+            codec=context.codec("local_disk_codec"),
         )
     if config.remote_url:
         yield RemoteTier(
@@ -75,6 +89,7 @@ def make_tiers(context: TierContext) -> Iterator[ConfiguredTier]:
             cache,
             lookup_seconds=config.remote_lookup_timeout,
             encryption=context.encryption("remote"),
+            codec=context.codec("remote_codec"),
         )
     for options in config.tiers:
         name = options["name"]

@@ -9,7 +9,8 @@ The name of a file has all that is known of its chunk:
 All fields are hexadecimal; the parent may be missing. The seal is a checksum of the fields before it: a name that
 was changed does not match it and is ignored. The listing of a folder is its index: no other file can be lost or differ.
 
-An encrypted file has `k` and the id of its key in place of the checksum, which is encrypted with the bytes.
+An encrypted file has `k` and the id of its key in place of the checksum, which is encrypted with the bytes. An encoded
+file has `~codec~bytes` behind the bytes of its chunk: those that it stores, of which the checksum is.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".chunk"
 _NAME = re.compile(
     r"(?P<sealed>(?P<key>[0-9a-f]{32})-(?P<parent>[0-9a-f]{32})?-(?P<fingerprint>[0-9a-f]{32})"
-    r"-(?P<tokens>[0-9a-f]{1,8})-(?P<bytes>[0-9a-f]{1,16})-(?:(?P<checksum>[0-9a-f]{16})|k(?P<key_id>[0-9a-f]{16}))-(?P<serial>[0-9a-f]{16}))"
+    r"-(?P<tokens>[0-9a-f]{1,8})-(?P<bytes>[0-9a-f]{1,16})(?:~(?P<codec>[a-z0-9.]{1,16})~(?P<stored>[0-9a-f]{1,16}))?-(?:(?P<checksum>[0-9a-f]{16})|k(?P<key_id>[0-9a-f]{16}))-(?P<serial>[0-9a-f]{16}))"
     r"-(?P<seal>[0-9a-f]{8})\.chunk"
 )
 
@@ -53,9 +54,13 @@ class DiskChunk:
     token_count: int
     size_bytes: int
     checksum: int = 0
-    """0 if the file is encrypted, until it is read."""
+    """0 if the file is encrypted, until it is read; until then of an encoded file that of its stored bytes."""
     key_id: bytes = b""
     """Id of the key that the file is encrypted with; empty: it is not encrypted."""
+    codec: str = ""
+    """`ChunkCodec.scope` of an encoded file; empty: it is not encoded."""
+    encoded_bytes: int = 0
+    """Bytes of the encoded chunk, or before it is written the most that they may be; 0: it is not encoded."""
     serial: int
     """Sets it apart from every other file of the same chunk: when it was written, in nanoseconds."""
     prefix_digests: bytes = b""
@@ -69,14 +74,15 @@ class DiskChunk:
     @property
     def file_bytes(self) -> int:
         """Length of its file: if it is encrypted, with a page for the header."""
-        return self.memory_bytes + (ALIGNMENT if self.key_id else 0)
+        return align(self.encoded_bytes or self.size_bytes) + (ALIGNMENT if self.key_id else 0)
 
     @property
     def file_name(self) -> str:
         content = f"k{self.key_id.hex()}" if self.key_id else f"{self.checksum:016x}"
+        encoded = f"~{self.codec}~{self.encoded_bytes:x}" if self.codec else ""
         sealed = (
             f"{self.key.hex()}-{(self.parent or b'').hex()}-{self.fingerprint.hex()}"
-            f"-{self.token_count:x}-{self.size_bytes:x}-{content}-{self.serial:016x}"
+            f"-{self.token_count:x}-{self.size_bytes:x}{encoded}-{content}-{self.serial:016x}"
         )
         return f"{sealed}-{crc32(sealed.encode()):08x}{SUFFIX}"
 
@@ -94,6 +100,8 @@ def parse_file_name(name: str) -> DiskChunk | None:
         size_bytes=int(match["bytes"], 16),
         checksum=int(match["checksum"] or "0", 16),
         key_id=bytes.fromhex(match["key_id"] or ""),
+        codec=match["codec"] or "",
+        encoded_bytes=int(match["stored"] or "0", 16),
         serial=int(match["serial"], 16),
     )
     return chunk if chunk.token_count and chunk.size_bytes else None
@@ -144,7 +152,8 @@ def write_at(fd: int, memory: memoryview, offset: int) -> None:
 
 
 class ChunkFiles(Protocol):
-    """The content of files: the bytes of a chunk (`PlainFiles`), or its encrypted bytes (`EncryptedFiles`).
+    """The content of files: the bytes of a chunk (`PlainFiles`), encrypted (`EncryptedFiles`), or encoded before
+    (`EncodedFiles`).
 
     Called on several threads at a time. `read` and `write` raise `OSError`.
     """
@@ -153,14 +162,17 @@ class ChunkFiles(Protocol):
     def key_id(self) -> bytes:
         """The id of the key that new files are encrypted with; empty: they are not encrypted."""
 
+    def planned(self, chunk: DiskChunk) -> DiskChunk:
+        """A chunk as it will be written, with the most bytes that its file may have."""
+
     def can_read(self, chunk: DiskChunk) -> bool:
         """Whether a file of this name can be read."""
 
     def read(self, fd: int, chunk: DiskChunk, memory: memoryview) -> DiskChunk | None:
         """Reads a chunk into `memory`; the chunk with its checksum, or None if the file is not what it should be."""
 
-    def write(self, fd: int, chunk: DiskChunk, memory: memoryview) -> None:
-        """Writes a chunk of which `memory` has the bytes, padded to whole pages."""
+    def write(self, fd: int, chunk: DiskChunk, memory: memoryview) -> DiskChunk:
+        """Writes a chunk of which `memory` has the bytes, padded to whole pages; the chunk as it is written."""
 
 
 class PlainFiles:
@@ -171,14 +183,18 @@ class PlainFiles:
     def __init__(self, io: FileIo) -> None:
         self._io = io
 
+    def planned(self, chunk: DiskChunk) -> DiskChunk:
+        return chunk
+
     def can_read(self, chunk: DiskChunk) -> bool:
-        return not chunk.key_id
+        return not chunk.key_id and not chunk.codec
 
     def read(self, fd: int, chunk: DiskChunk, memory: memoryview) -> DiskChunk | None:
         return chunk if self._io.read(fd, memory) == chunk.file_bytes else None
 
-    def write(self, fd: int, _chunk: DiskChunk, memory: memoryview) -> None:
+    def write(self, fd: int, chunk: DiskChunk, memory: memoryview) -> DiskChunk:
         self._io.write(fd, memory)
+        return chunk
 
 
 class DiskFolder:
@@ -195,15 +211,15 @@ class DiskFolder:
         self._lock: int | None = None
         self._made = False
 
-    @property
-    def key_id(self) -> bytes:
-        """The id of the key that new files are encrypted with; empty: they are not encrypted."""
-        return self._files.key_id
+    def planned(self, chunk: DiskChunk) -> DiskChunk:
+        """A chunk as it will be written, with the most bytes that its file may have."""
+        return self._files.planned(chunk)
 
     def open(self) -> list[DiskChunk]:
         """Makes the folder if need be, removes what is of no use; the chunks in it, least recently used first.
 
-        Of no use are incomplete files, files that should be encrypted and are not, and those of unknown keys.
+        Of no use are incomplete files, files that should be encrypted and are not, and those of unknown keys or another
+        codec.
         A folder that existed once is not created again if its parent is gone: a disk may have been mounted there.
         Sets `refusal` if the folder, or the one that it is in, is a link, of another user, or replaceable by others.
         """
@@ -231,22 +247,26 @@ class DiskFolder:
             self._lock = None
         self._folder = None  # closed when the last call has ended
 
-    def write(self, chunk: DiskChunk, memory: memoryview, instead_of: Iterable[DiskChunk] = ()) -> None:
-        """Writes a chunk of which `memory` has the bytes, padded to whole pages, after removing others for it."""
+    def write(self, chunk: DiskChunk, memory: memoryview, instead_of: Iterable[DiskChunk] = ()) -> DiskChunk:
+        """Writes a chunk of which `memory` has the bytes, padded to whole pages, after removing others for it.
+
+        `chunk` is as `planned`; returns it as it is written.
+        """
         self.remove(instead_of)
         folder = self._opened()
         unfinished = str(Path(chunk.file_name).with_suffix(UNFINISHED))
         try:
             fd = self._open(folder, unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
-                self._files.write(fd, chunk, memory)
+                written = self._files.write(fd, chunk, memory)
             finally:
                 os.close(fd)
-            folder.rename(unfinished, chunk.file_name)
+            folder.rename(unfinished, written.file_name)
         except OSError:
             with suppress(OSError):
                 folder.unlink(unfinished)
             raise
+        return written
 
     def read(self, chunk: DiskChunk, memory: memoryview) -> DiskChunk | None:
         """Reads a chunk into `memory`, which has its `memory_bytes`; the chunk with its checksum if that worked.
@@ -333,8 +353,8 @@ class DiskFolder:
         if torn:
             logger.warning("%s: %d files of no whole chunk were removed", self.path, torn)
         if unreadable:
-            what = "not encrypted, or of unknown keys," if self.key_id else "encrypted"
-            logger.warning("%s: %d files that are %s were removed", self.path, unreadable, what)
+            what = "not encrypted, or of unknown keys," if self._files.key_id else "encrypted"
+            logger.warning("%s: %d files that are %s or of another codec were removed", self.path, unreadable, what)
         found.sort(key=lambda each: each[:2])
         return [chunk for _, _, chunk in found]
 

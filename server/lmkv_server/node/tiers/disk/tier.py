@@ -2,14 +2,12 @@
 
 Only a load of chunks that are nowhere else waits for a disk. A folder that fails costs its chunks, not the node.
 The file of an encrypted chunk begins with a page for the header, and its bytes are padded to whole pages with zeros.
-Every thread encrypts and decrypts by a buffer of its own, which is aligned as direct I/O requires.
+Every thread encodes and encrypts by buffers of its own, which are aligned as direct I/O requires.
 """
 
 from __future__ import annotations
 
 import asyncio
-import mmap
-import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -19,14 +17,26 @@ from typing import TYPE_CHECKING, Self
 
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
+from lmkv_kernels import checksum
 from lmkv_server.node.cache.allocator import ALIGNMENT, align
 from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.tiers.backend import Backend, BackendTimes
 from lmkv_server.node.tiers.backend_tier import BackendTier
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierUsage
-from lmkv_server.node.tiers.disk.folder import DiskChunk, DiskFolder, FileIo, PlainFiles, PlainIo, read_at, write_at
+from lmkv_server.node.tiers.codec import WORD_BYTES, ChunkCodec, most_encoded_bytes
+from lmkv_server.node.tiers.disk.folder import (
+    ChunkFiles,
+    DiskChunk,
+    DiskFolder,
+    FileIo,
+    PlainFiles,
+    PlainIo,
+    read_at,
+    write_at,
+)
 from lmkv_server.node.tiers.disk.volume import DISK_TIMES, WRITE_THREADS, DiskVolume
 from lmkv_server.node.tiers.encryption_header import HEADER_BYTES, STEP_BYTES
+from lmkv_server.node.tiers.thread_buffer import ThreadBuffer
 
 if TYPE_CHECKING:  # it needs `cryptography`, which is optional
     from lmkv_server.node.tiers.encryption import ChunkEncryption
@@ -40,20 +50,24 @@ class EncryptedFiles:
 
     def __init__(self, encryption: ChunkEncryption) -> None:
         self._encryption = encryption
-        self._buffers = threading.local()
+        self._buffer = ThreadBuffer()
 
     @property
     def key_id(self) -> bytes:
         """The id of the active key."""
         return self._encryption.active_key_id
 
+    def planned(self, chunk: DiskChunk) -> DiskChunk:
+        """The chunk with the id of the key."""
+        return replace(chunk, key_id=self.key_id)
+
     def can_read(self, chunk: DiskChunk) -> bool:
         """Whether the chunk is encrypted with a known key."""
-        return bool(chunk.key_id) and self._encryption.knows(chunk.key_id)
+        return bool(chunk.key_id) and self._encryption.knows(chunk.key_id) and not chunk.codec
 
     def read(self, fd: int, chunk: DiskChunk, memory: memoryview) -> DiskChunk | None:
         """Decrypts step by step. If this returns None, `memory` may contain anything."""
-        buffer = self._buffer()
+        buffer = self._buffer.get(STEP_BYTES)
         page = buffer[:ALIGNMENT]
         if read_at(fd, page, 0) < ALIGNMENT:
             return None
@@ -68,9 +82,9 @@ class EncryptedFiles:
         checksum = decryptor.checksum()
         return None if checksum is None else replace(chunk, checksum=checksum)
 
-    def write(self, fd: int, chunk: DiskChunk, memory: memoryview) -> None:
+    def write(self, fd: int, chunk: DiskChunk, memory: memoryview) -> DiskChunk:
         """Encrypts step by step, and writes the header last, because it authenticates what was written."""
-        buffer = self._buffer()
+        buffer = self._buffer.get(STEP_BYTES)
         encryptor = self._encryption.encryptor(chunk)
         for at in range(0, chunk.size_bytes, STEP_BYTES):
             count = min(STEP_BYTES, chunk.size_bytes - at)
@@ -79,13 +93,53 @@ class EncryptedFiles:
             write_at(fd, buffer[: align(count)], ALIGNMENT + at)
         buffer[:ALIGNMENT] = encryptor.header().ljust(ALIGNMENT, b"\0")
         write_at(fd, buffer[:ALIGNMENT], 0)
+        return chunk
 
-    def _buffer(self) -> memoryview:
-        """The buffer of this thread, for one step."""
-        buffer: memoryview | None = getattr(self._buffers, "memory", None)
-        if buffer is None:
-            buffer = self._buffers.memory = memoryview(mmap.mmap(-1, STEP_BYTES))
-        return buffer
+
+class EncodedFiles:
+    """The `ChunkFiles` of a tier with a codec: what it encodes is written by others, plain or encrypted."""
+
+    def __init__(self, codec: ChunkCodec, files: ChunkFiles) -> None:
+        self._codec = codec
+        self._files = files
+        self._buffer = ThreadBuffer()
+
+    @property
+    def key_id(self) -> bytes:
+        return self._files.key_id
+
+    def planned(self, chunk: DiskChunk) -> DiskChunk:
+        most = most_encoded_bytes(chunk.size_bytes)
+        return self._files.planned(replace(chunk, codec=self._codec.scope, encoded_bytes=most))
+
+    def can_read(self, chunk: DiskChunk) -> bool:
+        """Whether the chunk is of this codec."""
+        return chunk.codec == self._codec.scope and self._files.can_read(replace(chunk, codec=""))
+
+    def read(self, fd: int, chunk: DiskChunk, memory: memoryview) -> DiskChunk | None:
+        """Verifies the stored bytes, and decodes them. If this returns None, `memory` may contain anything."""
+        buffer = self._buffer.get(align(chunk.encoded_bytes))[: align(chunk.encoded_bytes)]
+        stored = self._files.read(fd, _stored(chunk, chunk.encoded_bytes, chunk.checksum), buffer)
+        if stored is None:
+            return None
+        encoded = buffer[: chunk.encoded_bytes]
+        if len(encoded) % WORD_BYTES or checksum(encoded) != stored.checksum:
+            return None
+        if self._codec.decode(chunk.fingerprint, encoded, memory) != chunk.size_bytes:
+            return None
+        return replace(chunk, checksum=checksum(memory[: chunk.size_bytes]))
+
+    def write(self, fd: int, chunk: DiskChunk, memory: memoryview) -> DiskChunk:
+        """Encodes the chunk, and writes that, padded with zeros."""
+        pages, encoded_bytes = self._codec.encode(chunk, memory[: chunk.size_bytes])
+        stored = _stored(chunk, encoded_bytes, checksum(pages[:encoded_bytes]))
+        self._files.write(fd, stored, pages)
+        return replace(chunk, encoded_bytes=encoded_bytes, checksum=stored.checksum)
+
+
+def _stored(chunk: DiskChunk, encoded_bytes: int, checksum: int) -> DiskChunk:
+    """An encoded chunk as those see it that write and read its bytes."""
+    return replace(chunk, size_bytes=encoded_bytes, encoded_bytes=encoded_bytes, checksum=checksum)
 
 
 NAME = "disk"
@@ -109,13 +163,15 @@ class DiskTier(BackendTier[DiskChunk]):
         *,
         io: FileIo | None = None,
         encryption: ChunkEncryption | None = None,
+        codec: ChunkCodec | None = None,
         times: BackendTimes = DISK_TIMES,
     ) -> None:
         """Each of the folders may hold an equal part of `capacity_bytes`.
 
-        With `encryption` files are encrypted, and `io` is not used.
+        With `encryption` files are encrypted, and `io` is not used. With a `codec` they are encoded before.
         """
-        files = EncryptedFiles(encryption) if encryption else PlainFiles(io or PlainIo())
+        files: ChunkFiles = EncryptedFiles(encryption) if encryption else PlainFiles(io or PlainIo())
+        files = EncodedFiles(codec, files) if codec else files
         share_bytes = capacity_bytes // len(paths)
         self.volumes = [DiskVolume(DiskFolder(path, files), share_bytes, self, times) for path in paths]
         super().__init__(NAME, self.volumes, cache, encryption)

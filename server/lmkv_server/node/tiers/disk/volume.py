@@ -191,17 +191,18 @@ class DiskVolume:
 
     async def write(self, chunk: Chunk, memory: memoryview, is_wanted: Callable[[], bool]) -> WriteResult:
         """Writes a chunk, after evicting others if there is no room for it."""
-        written = self._described(chunk)
-        evicted = self.index.reserve(written.file_bytes)
+        planned = self._described(chunk)
+        evicted = self.index.reserve(planned.file_bytes)
         if evicted is None:
             return WriteResult.SKIPPED
         self._tier.removed(evicted, MissReason.EVICTED_FROM_TIER)
         try:
-            await self.health.run("write", self.folder.write, written, memory, evicted)
+            written = await self.health.run("write", self.folder.write, planned, memory, evicted)
         except OSError as error:
-            self.index.give_back(written.file_bytes)
+            self.index.give_back(planned.file_bytes)
             self._write_failed(error)
             return WriteResult.SKIPPED
+        self.index.give_back(planned.file_bytes - written.file_bytes)
         if is_wanted() and not chunk.dropped and not self._tier.has(chunk.key) and self.health.is_open:
             self.index.admit(written)
             self._tier.stored(written)
@@ -279,7 +280,7 @@ class DiskVolume:
 
     def _described(self, chunk: Chunk) -> DiskChunk:
         self._serial = max(self._serial + 1, time.time_ns())
-        return DiskChunk(
+        described = DiskChunk(
             key=chunk.key,
             parent=chunk.parent,
             prefix_digests=chunk.prefix_digests,
@@ -287,6 +288,6 @@ class DiskVolume:
             token_count=chunk.token_count,
             size_bytes=chunk.size_bytes,
             checksum=chunk.checksum,
-            key_id=self.folder.key_id,
             serial=self._serial,
         )
+        return self.folder.planned(described)

@@ -1,13 +1,12 @@
 """A shared store as the backend of the remote tier: its calls run on threads, and its answers are remembered.
 
-Objects contain the bytes of a chunk, plain or encrypted.
+Objects contain the bytes of a chunk, plain, encoded, encrypted, or both.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,6 +15,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
+import lmkv_kernels as kernels
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
 from lmkv.runtime.patience import MOST_SECONDS
@@ -24,8 +24,10 @@ from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers import encryption_header
 from lmkv_server.node.tiers.backend import BackendHealth, BackendTimes, WriteResult
 from lmkv_server.node.tiers.backend_tier import BackendTier
+from lmkv_server.node.tiers.codec import WORD_BYTES, ChunkCodec, most_encoded_bytes
 from lmkv_server.node.tiers.encryption_header import STEP_BYTES
 from lmkv_server.node.tiers.remote.store import (
+    ENCODED_ROOT,
     ENCRYPTED_ROOT,
     HEADER_BYTES,
     ROOT,
@@ -35,6 +37,7 @@ from lmkv_server.node.tiers.remote.store import (
     StoreRefused,
     object_name,
 )
+from lmkv_server.node.tiers.thread_buffer import ThreadBuffer
 
 if TYPE_CHECKING:  # it needs `cryptography`, which is optional
     from lmkv_server.node.tiers.encryption import ChunkEncryption
@@ -51,29 +54,40 @@ class ObjectFormat(Protocol):
 
     @property
     def header_bytes(self) -> int:
-        """The bytes that objects have besides those of their chunks."""
+        """The bytes that objects have besides those that are stored of their chunks."""
+
+    def chunk_bytes(self, object_bytes: int, most_bytes: int) -> int:
+        """Bytes of the chunk in an object of this size, or `most_bytes` if that does not tell; 0 if it can be none."""
 
     def put(self, store: RemoteStore, chunk: RemoteObject, memory: memoryview) -> bool:
         """Puts a chunk of which `memory` has the bytes; False if the store has it already."""
 
     def get(self, store: RemoteStore, chunk: RemoteChunk, memory: memoryview) -> RemoteObject | None:
-        """Gets a chunk; None if it is absent or not what it should be. Its checksum is not verified."""
+        """Gets a chunk into memory that it may fill in part; None if it is absent or not what it should be.
+
+        Its checksum is not verified.
+        """
 
 
 class PlainObjects:
     """Objects of the bytes of chunks, which are copied directly from and to the pool."""
 
-    root = ROOT
     header_bytes = HEADER_BYTES
 
+    def __init__(self, prefix: str = "") -> None:
+        """`prefix` is what names have before the root of plain objects."""
+        self.root = prefix + ROOT
+
+    def chunk_bytes(self, object_bytes: int, most_bytes: int) -> int:
+        return _without(self.header_bytes, object_bytes, most_bytes)
+
     def put(self, store: RemoteStore, chunk: RemoteObject, memory: memoryview) -> bool:
-        return store.put(object_name(chunk.fingerprint, chunk.key), (memoryview(chunk.header), memory))
+        return store.put(object_name(chunk.fingerprint, chunk.key, self.root), (memoryview(chunk.header), memory))
 
     def get(self, store: RemoteStore, chunk: RemoteChunk, memory: memoryview) -> RemoteObject | None:
         header = bytearray(HEADER_BYTES)
-        if not store.get(chunk.name, (memoryview(header), memory)):
-            return None
-        return chunk.described(bytes(header))
+        size_bytes = store.get(chunk.name, (memoryview(header), memory))
+        return chunk.described(bytes(header), size_bytes - HEADER_BYTES)
 
 
 class EncryptedObjects:
@@ -81,13 +95,16 @@ class EncryptedObjects:
 
     header_bytes = HEADER_BYTES + encryption_header.HEADER_BYTES
 
-    def __init__(self, encryption: ChunkEncryption) -> None:
-        self.root = f"{ENCRYPTED_ROOT}{encryption.scope}/"
+    def __init__(self, encryption: ChunkEncryption, prefix: str = "") -> None:
+        self.root = f"{prefix}{ENCRYPTED_ROOT}{encryption.scope}/"
         self._encryption = encryption
-        self._buffers = threading.local()
+        self._buffer = ThreadBuffer()
+
+    def chunk_bytes(self, object_bytes: int, most_bytes: int) -> int:
+        return _without(self.header_bytes, object_bytes, most_bytes)
 
     def put(self, store: RemoteStore, chunk: RemoteObject, memory: memoryview) -> bool:
-        buffer = self._buffer(len(memory))
+        buffer = self._buffer.get(len(memory))
         encryptor = self._encryption.encryptor(chunk)
         for at in range(0, len(memory), STEP_BYTES):
             encryptor.update_into(memory[at : at + STEP_BYTES], buffer[at : min(at + STEP_BYTES, len(memory))])
@@ -98,13 +115,13 @@ class EncryptedObjects:
     def get(self, store: RemoteStore, chunk: RemoteChunk, memory: memoryview) -> RemoteObject | None:
         """Decrypts in place, step by step. If this returns None, `memory` may contain anything."""
         header = bytearray(self.header_bytes)
-        if not store.get(chunk.name, (memoryview(header), memory)):
-            return None
-        described = chunk.described(bytes(header[:HEADER_BYTES]))
+        size_bytes = store.get(chunk.name, (memoryview(header), memory)) - self.header_bytes
+        described = chunk.described(bytes(header[:HEADER_BYTES]), size_bytes)
         decryptor = self._encryption.decryptor(described, bytes(header[HEADER_BYTES:])) if described else None
         if described is None or decryptor is None:
             return None
-        buffer = self._buffer(min(STEP_BYTES, len(memory)))
+        memory = memory[:size_bytes]
+        buffer = self._buffer.get(min(STEP_BYTES, len(memory)))
         for at in range(0, len(memory), STEP_BYTES):
             part = memory[at : at + STEP_BYTES]
             decryptor.update_into(part, buffer[: len(part)])
@@ -112,12 +129,52 @@ class EncryptedObjects:
         checksum = decryptor.checksum()
         return None if checksum is None else replace(described, checksum=checksum)
 
-    def _buffer(self, size_bytes: int) -> memoryview:
-        """A buffer of this thread of at least this size."""
-        buffer: memoryview | None = getattr(self._buffers, "memory", None)
-        if buffer is None or len(buffer) < size_bytes:
-            buffer = self._buffers.memory = memoryview(bytearray(size_bytes))
-        return buffer
+
+class EncodedObjects:
+    """Objects of encoded chunks, which others put and get, plain or encrypted."""
+
+    def __init__(self, codec: ChunkCodec, encryption: ChunkEncryption | None) -> None:
+        prefix = f"{ENCODED_ROOT}{codec.scope}/"
+        self._objects: ObjectFormat = EncryptedObjects(encryption, prefix) if encryption else PlainObjects(prefix)
+        self._codec = codec
+        self._buffer = ThreadBuffer()
+
+    @property
+    def root(self) -> str:
+        return self._objects.root
+
+    @property
+    def header_bytes(self) -> int:
+        return self._objects.header_bytes
+
+    def chunk_bytes(self, object_bytes: int, most_bytes: int) -> int:
+        return most_bytes if self._objects.chunk_bytes(object_bytes, most_encoded_bytes(most_bytes)) else 0
+
+    def put(self, store: RemoteStore, chunk: RemoteObject, memory: memoryview) -> bool:
+        pages, encoded_bytes = self._codec.encode(chunk, memory)
+        encoded = pages[:encoded_bytes]
+        stored = replace(chunk, size_bytes=encoded_bytes, checksum=kernels.checksum(encoded))
+        return self._objects.put(store, stored, encoded)
+
+    def get(self, store: RemoteStore, chunk: RemoteChunk, memory: memoryview) -> RemoteObject | None:
+        """Verifies the stored bytes, and decodes them. If this returns None, `memory` may contain anything."""
+        most = most_encoded_bytes(chunk.size_bytes)
+        buffer = self._buffer.get(most)
+        stored = self._objects.get(store, chunk, buffer[:most])
+        if stored is None or stored.size_bytes % WORD_BYTES:
+            return None
+        encoded = buffer[: stored.size_bytes]
+        if kernels.checksum(encoded) != stored.checksum:
+            return None
+        size_bytes = self._codec.decode(chunk.fingerprint, encoded, memory)
+        if size_bytes is None:
+            return None
+        return replace(stored, size_bytes=size_bytes, checksum=kernels.checksum(memory[:size_bytes]))
+
+
+def _without(header_bytes: int, object_bytes: int, most_bytes: int) -> int:
+    size_bytes = object_bytes - header_bytes
+    return size_bytes if 0 < size_bytes <= most_bytes else 0
 
 
 READ_THREADS = 8
@@ -175,10 +232,10 @@ class StoreBackend:
         return self.health.is_open and found is not None and found[0] is chunk
 
     def note(self, spec: KvSpec, keys: Sequence[ChunkKey], sizes: Sequence[int]) -> int:
-        """Remembers chunks by the sizes of their objects, up to the first that is none; returns how many these are."""
+        """Remembers chunks by their sizes, up to the first that has none; returns how many these are."""
         until = time.monotonic() + KNOWN_SECONDS
-        for index, (key, size) in enumerate(zip(keys, sizes, strict=False)):
-            if not 0 < (size_bytes := size - self.objects.header_bytes) <= spec.chunk_bytes:
+        for index, (key, size_bytes) in enumerate(zip(keys, sizes, strict=False)):
+            if not size_bytes:
                 return index
             chunk = RemoteChunk(key=key, spec=spec, size_bytes=size_bytes, root=self.objects.root)
             if (known := self._known.pop(key, None)) and known[0] == chunk:
@@ -208,7 +265,7 @@ class StoreBackend:
 
         def read() -> RemoteObject | None:
             described = self.objects.get(self._store, chunk, memory)
-            return described if described and is_intact(described) else None
+            return described if described and chunk.is_whole(described) and is_intact(described) else None
 
         try:
             return await self.health.run("read", read)

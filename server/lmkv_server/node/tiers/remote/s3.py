@@ -17,7 +17,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.session import get_session
 
 from lmkv.config.remote_url import RemoteUrl
-from lmkv_server.node.tiers.remote.store import StoreRefused
+from lmkv_server.node.tiers.remote.store import StoreRefused, first_bytes
 
 ASKED_AT_ONCE = 16
 """S3 has no request about many objects; this many are asked for at a time."""
@@ -52,7 +52,7 @@ class S3Store:
     def sizes(self, names: Sequence[str]) -> list[int]:
         return list(self._askers.map(self._size, names))
 
-    def get(self, name: str, parts: Sequence[memoryview]) -> bool:
+    def get(self, name: str, parts: Sequence[memoryview]) -> int:
         """Bytes are copied once on the way."""
         deadline = time.monotonic() + self._timeout_seconds
         with _failures():
@@ -60,12 +60,13 @@ class S3Store:
                 answer = self._made.get_object(Bucket=self._url.bucket, Key=self._url.prefix + name)
             except ClientError as error:
                 if _code(error) in _ABSENT:
-                    return False
+                    return 0
                 raise
+            size_bytes = int(answer["ContentLength"])
             with closing(answer["Body"]) as body:
-                return answer["ContentLength"] == sum(map(len, parts)) and all(
-                    _fill(body, part, deadline) for part in parts
-                )
+                if size_bytes > sum(map(len, parts)):
+                    return 0
+                return size_bytes if all(_fill(body, part, deadline) for part in first_bytes(parts, size_bytes)) else 0
 
     def put(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Bytes are copied once on the way."""

@@ -2,9 +2,11 @@
 
     lmkv1/fingerprint/key          ->  header | bytes of the chunk
     lmkv1e/scope/fingerprint/key   ->  header | header of the encryption | encrypted bytes
+    lmkv1c/codec/...               ->  as above, with the bytes of the encoded chunk instead
 
 The header says what the bytes are, so that an object that is torn, foreign, or under a wrong key is a miss. Encrypted
-objects have names of their own, by tenant, so that nodes without the keys neither find nor remove them.
+objects have names of their own, by tenant, so that nodes without the keys neither find nor remove them; so have encoded
+objects, by codec and parameters.
 The version of all this is in the name: nodes of another version neither find nor remove each other's objects.
 """
 
@@ -45,8 +47,8 @@ class RemoteStore(Protocol):
     def sizes(self, names: Sequence[str]) -> list[int]:
         """Sizes of objects in bytes, 0 of an absent one."""
 
-    def get(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Fills the parts in order from an object; False if there is none of exactly that size."""
+    def get(self, name: str, parts: Sequence[memoryview]) -> int:
+        """Fills the parts in order from an object, and returns its size; 0 if there is none that fits into them."""
 
     def put(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Stores the parts as one object; False if there is one of that name already, which stays."""
@@ -64,6 +66,7 @@ class RemoteStore(Protocol):
 ROOT = "lmkv1/"
 """The beginning of the names of all objects that are not encrypted."""
 ENCRYPTED_ROOT = "lmkv1e/"
+ENCODED_ROOT = "lmkv1c/"
 _MAGIC = b"lmkvobj1"
 _FIELDS = struct.Struct(
     "<8s16s16s16s?IQQ"
@@ -106,7 +109,7 @@ class RemoteChunk:
     key: ChunkKey
     spec: KvSpec
     size_bytes: int
-    """Bytes of the chunk, without the header."""
+    """Bytes of the chunk, without headers; of an encoded one, the most that it may have."""
     root: str = ROOT
 
     @property
@@ -129,16 +132,23 @@ class RemoteChunk:
         """The name of its object in the store."""
         return object_name(self.fingerprint, self.key, self.root)
 
-    def described(self, header: bytes) -> RemoteObject | None:
-        """Reads the header; None if it is not of this chunk."""
+    def described(self, header: bytes, stored_bytes: int) -> RemoteObject | None:
+        """Reads the header of an object with so many bytes behind its headers; None if it is not of this chunk."""
         said = parse_header(header)
-        if said is None or (said.key, said.fingerprint, said.size_bytes) != (
-            self.key,
-            self.fingerprint,
-            self.size_bytes,
-        ):
-            return None
-        return said if self.spec.fits(self.size_bytes, said.token_count) else None
+        expected = (self.key, self.fingerprint, stored_bytes)
+        return said if said and (said.key, said.fingerprint, said.size_bytes) == expected else None
+
+    def is_whole(self, described: RemoteObject) -> bool:
+        """Whether what was read can be this chunk: it is not larger, and has the size of its tokens."""
+        size_bytes = described.size_bytes
+        return size_bytes <= self.size_bytes and self.spec.fits(size_bytes, described.token_count)
+
+
+def first_bytes(parts: Sequence[memoryview], size_bytes: int) -> Iterator[memoryview]:
+    """The parts, in order, up to a number of bytes in all."""
+    for part in parts:
+        yield part[: max(0, size_bytes)]
+        size_bytes -= len(part)
 
 
 def object_name(fingerprint: bytes, key: ChunkKey, root: str = ROOT) -> str:

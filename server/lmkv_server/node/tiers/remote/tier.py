@@ -18,7 +18,15 @@ from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.tiers.backend import BackendTimes
 from lmkv_server.node.tiers.backend_tier import BackendTier
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierUsage
-from lmkv_server.node.tiers.remote.backend import WRITE_THREADS, EncryptedObjects, PlainObjects, StoreBackend
+from lmkv_server.node.tiers.codec import ChunkCodec
+from lmkv_server.node.tiers.remote.backend import (
+    WRITE_THREADS,
+    EncodedObjects,
+    EncryptedObjects,
+    ObjectFormat,
+    PlainObjects,
+    StoreBackend,
+)
 from lmkv_server.node.tiers.remote.store import RemoteChunk, RemoteStore, object_name, spec_root
 
 if TYPE_CHECKING:
@@ -49,13 +57,15 @@ class RemoteTier(BackendTier[RemoteChunk]):
         *,
         lookup_seconds: float,
         encryption: ChunkEncryption | None = None,
+        codec: ChunkCodec | None = None,
         times: BackendTimes = STORE_TIMES,
     ) -> None:
         """`lookup_seconds` bounds a lookup's wait for the store, unless its answer is worth more.
 
-        With `encryption` objects are encrypted, and others are not looked up.
+        With `encryption` objects are encrypted, with a `codec` encoded before, and others are not looked up.
         """
-        objects = EncryptedObjects(encryption) if encryption else PlainObjects()
+        objects: ObjectFormat = EncryptedObjects(encryption) if encryption else PlainObjects()
+        objects = EncodedObjects(codec, encryption) if codec else objects
         self.backend = StoreBackend(self, name, store, objects, times)
         super().__init__(name, [self.backend], cache, encryption)
         self._lookup_seconds = lookup_seconds
@@ -158,24 +168,25 @@ class RemoteTier(BackendTier[RemoteChunk]):
             probes = {low + (high - low) * part // (PROBES + 1) for part in range(1, PROBES + 1)}
         for key in keys[stop:low]:
             if not self.has(key):
-                self.backend.note(spec, [key], [self.backend.objects.header_bytes + exact.get(key, spec.chunk_bytes)])
+                self.backend.note(spec, [key], [exact.get(key, spec.chunk_bytes)])
         return low
 
     async def _sizes(
         self, spec: KvSpec, keys: Sequence[ChunkKey], deadline: float, exact: Mapping[ChunkKey, int]
     ) -> Sequence[int]:
-        """Sizes of objects, 0 of those that are not of their exact size; empty if they are not known in time."""
+        """Sizes of chunks, 0 of those that are not of their exact size; empty if they are not known in time."""
         left = deadline - time.monotonic()
         if left <= 0 or not self.usable or not self.backend.health.answers_within(left):
             return ()
         objects = self.backend.objects
         names = [object_name(spec.fingerprint, key, objects.root) for key in keys]
-        sizes = await self.backend.sizes(names, left)
+        sizes = [
+            objects.chunk_bytes(size, exact.get(key, spec.chunk_bytes))
+            for key, size in zip(keys, await self.backend.sizes(names, left), strict=False)
+        ]
         if not exact:
             return sizes
-        return [
-            size if size == objects.header_bytes + exact[key] else 0 for key, size in zip(keys, sizes, strict=False)
-        ]
+        return [size if size == exact[key] else 0 for key, size in zip(keys, sizes, strict=False)]
 
     async def drop(self, selection: Selection) -> Dropped:
         """Removes chunks for all nodes that share the store, pinned or not; `keys` need a `fingerprint` or `specs`.

@@ -6,6 +6,7 @@ valkey-py copies them about four times, which takes four to eight times as long.
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections import deque
@@ -21,9 +22,10 @@ from valkey.retry import Retry
 
 from lmkv.config.remote_url import RemoteUrl
 from lmkv.errors import ConfigError
-from lmkv_server.node.tiers.remote.store import StoreRefused
+from lmkv_server.node.tiers.remote.store import StoreRefused, first_bytes
 
 MAX_LINE_BYTES = 1024
+_LENGTH = re.compile(rb"\$([0-9]{1,15})\r\n")
 SCANNED_AT_ONCE = 1000
 _ABSENT = b"$-1\r\n"
 
@@ -66,27 +68,26 @@ class ValkeyStore:
             connection.send_packed_command(connection.pack_commands([("STRLEN", name) for name in names]))
             return [int(connection.read_response()) for _ in names]
 
-    def get(self, name: str, parts: Sequence[memoryview]) -> bool:
+    def get(self, name: str, parts: Sequence[memoryview]) -> int:
         """The kernel writes the bytes to their place in the pool."""
         deadline = time.monotonic() + self._timeout_seconds
         with self._connection() as connection:
             connection.send_command("GET", name)
             wire = _Wire(connection, deadline)
-            expected = b"$%d\r\n" % sum(map(len, parts))
-            line = wire.line(len(expected))
-            if line == expected:
-                for part in parts:
+            line = wire.line()
+            if line == _ABSENT:
+                wire.close(self._timeout_seconds)
+                return 0
+            if (found := _LENGTH.fullmatch(line)) and (size_bytes := int(found[1])) <= sum(map(len, parts)):
+                for part in first_bytes(parts, size_bytes):
                     wire.fill(part)
                 wire.fill(memoryview(bytearray(2)))  # the end of the line
                 wire.close(self._timeout_seconds)
-                return True
-            if line == _ABSENT:
-                wire.close(self._timeout_seconds)
-                return False
+                return size_bytes
             connection.disconnect()  # the rest of the answer is not needed
             if line.startswith(b"-"):
                 raise StoreRefused(line[1:].decode(errors="replace").strip())
-            return False
+            return 0
 
     def put(self, name: str, parts: Sequence[memoryview]) -> bool:
         """The bytes are sent from the pool without a copy."""
@@ -166,15 +167,12 @@ class _Wire:
         self._socket: socket.socket = connection._sock
         self._deadline = deadline
 
-    def line(self, size_bytes: int) -> bytes:
-        """The first bytes of an answer; fewer if its first line is shorter, all of it if that is an error."""
+    def line(self) -> bytes:
+        """The first line of an answer. Only an error's is read in one go: bytes of a chunk follow other lines."""
         line = b""
-        while not line.endswith(b"\r\n"):
-            limit = MAX_LINE_BYTES if line.startswith(b"-") else size_bytes
-            if len(line) >= limit:
-                break
+        while not line.endswith(b"\r\n") and len(line) < MAX_LINE_BYTES:
             self._wait()
-            more = self._socket.recv(1 if not line else limit - len(line))
+            more = self._socket.recv(MAX_LINE_BYTES - len(line) if line.startswith(b"-") else 1)
             if not more:
                 raise OSError("the connection was closed")
             line += more

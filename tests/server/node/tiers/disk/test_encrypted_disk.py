@@ -183,7 +183,7 @@ async def test_files_that_are_not_encrypted_are_removed_when_encryption_is_confi
     await write(folder, None, 0, 1)
     assert await found(folder, encryption) == set()
     assert not files(folder)
-    assert "2 files that are not encrypted, or of unknown keys, were removed" in caplog.text
+    assert "2 files that are not encrypted, or of unknown keys, or of another codec were removed" in caplog.text
 
 
 async def test_encrypted_files_are_removed_when_encryption_is_not_configured(

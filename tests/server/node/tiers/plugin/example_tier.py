@@ -31,12 +31,12 @@ class FolderStore:
         paths = [self._path(name) for name in names]
         return [path.stat().st_size if path.exists() else 0 for path in paths]
 
-    def get(self, name: str, parts: Sequence[memoryview]) -> bool:
+    def get(self, name: str, parts: Sequence[memoryview]) -> int:
         path = self._path(name)
-        if not path.exists() or path.stat().st_size != sum(map(len, parts)):
-            return False
+        if not path.exists() or path.stat().st_size > sum(map(len, parts)):
+            return 0
         with path.open("rb") as file:
-            return all(file.readinto(part) == len(part) for part in parts)
+            return sum(file.readinto(part) for part in parts)
 
     def put(self, name: str, parts: Sequence[memoryview]) -> bool:
         path = self._path(name)

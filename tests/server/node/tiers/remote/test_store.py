@@ -79,16 +79,24 @@ def test_what_is_no_header_is_none(header: bytes) -> None:
 
 
 def test_a_header_must_be_of_the_chunk_that_was_asked_for() -> None:
-    assert CHUNK.described(OBJECT.header) == OBJECT
+    assert CHUNK.described(OBJECT.header, SPEC.chunk_bytes) == OBJECT
+    assert CHUNK.is_whole(OBJECT)
     for other in (
         replace(OBJECT, key=chunk_key(6)),
         replace(OBJECT, fingerprint=b"g" * 16),
+        replace(OBJECT, size_bytes=SPEC.chunk_bytes - 8),
+    ):
+        assert CHUNK.described(other.header, SPEC.chunk_bytes) is None, other
+
+
+def test_a_chunk_that_was_read_must_have_the_size_of_its_tokens() -> None:
+    for other in (
         replace(OBJECT, size_bytes=SPEC.chunk_bytes - 8),
         replace(OBJECT, token_count=SPEC.chunk_size - SPEC.block_size),
         replace(OBJECT, token_count=SPEC.chunk_size + 1),
         replace(OBJECT, token_count=0),
     ):
-        assert CHUNK.described(other.header) is None, other
+        assert not CHUNK.is_whole(other), other
 
 
 def test_a_chunk_has_the_name_of_its_object_and_takes_its_bytes() -> None:
