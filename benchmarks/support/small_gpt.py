@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-import string
-import time
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-LAYERS = 4
-HEADS = 4
+LAYERS = 3
+HEADS = 2
 HEAD_SIZE = 32
 WIDTH = HEADS * HEAD_SIZE
-MOST_TOKENS = 512
-BATCH = 4
-LEARNING_RATE = 1e-3
+MOST_TOKENS = 128
+BATCH = 8
+LEARNING_RATE = 4e-3
 THREADS = 2
 
 WORDS = {
@@ -25,15 +23,15 @@ WORDS = {
     "verbs": "asks breaks carries draws eats finds gives hides keeps likes makes needs opens paints reads sells",
     "things": "apples boats candles doors engines flowers guitars hammers jackets kettles lamps maps nets onions",
 }
-CHOSEN = 3
+CHOSEN = 6
 """People, verbs and things of a document, of each kind."""
-ALPHABET = string.ascii_lowercase + " ."
+VOCABULARY = [*" ".join(WORDS.values()).split(), "."]
 Kv = Tensor
 """Keys and values: `[layer, head, K or V, token, element]`."""
 
 
 def documents(count: int, token_count: int, seed: int) -> Tensor:
-    """Token ids of documents, one for each letter: who does what is drawn for each document, and repeats in it."""
+    """Token ids of documents, one for each word: who does what is drawn for each document, and repeats in it."""
     choose = random.Random(seed)
     return torch.tensor([_document(choose, token_count) for _ in range(count)])
 
@@ -41,11 +39,11 @@ def documents(count: int, token_count: int, seed: int) -> Tensor:
 def _document(choose: random.Random, token_count: int) -> list[int]:
     names, verbs, things = (choose.sample(words.split(), CHOSEN) for words in WORDS.values())
     does = {name: (choose.choice(verbs), choose.choice(things)) for name in names}
-    text = ""
+    text = list[str]()
     while len(text) < token_count:
         name = choose.choice(names)
-        text += " ".join((name, *does[name])) + ". "
-    return [ALPHABET.index(character) for character in text[:token_count]]
+        text += [name, *does[name], "."]
+    return [VOCABULARY.index(word) for word in text[:token_count]]
 
 
 class _Layer(nn.Module):
@@ -74,17 +72,25 @@ class SmallGpt(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(len(ALPHABET), WIDTH), nn.Embedding(MOST_TOKENS, WIDTH)
+        self.tokens, self.positions = nn.Embedding(len(VOCABULARY), WIDTH), nn.Embedding(MOST_TOKENS, WIDTH)
+        self.befores = nn.Embedding(len(VOCABULARY), WIDTH)
+        """Of the token before: the model learns to look up what followed the last time in far fewer steps."""
         self.layers = nn.ModuleList(_Layer() for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(ALPHABET))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(VOCABULARY))
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02 if parameter.shape[0] != WIDTH else 0.02 / math.sqrt(LAYERS))
 
     def forward(self, ids: Tensor, past: Kv | None = None) -> tuple[Tensor, Kv]:
-        """Logits of the next tokens, and the KV of these: of one document if there is a `past`."""
+        """Logits of the next tokens, and the KV of these: of one document if there is a `past`.
+
+        `ids` then begin with the last token of that, whose KV is in it.
+        """
         start = 0 if past is None else past.shape[3]
-        hidden = self.tokens(ids) + self.positions(torch.arange(start, start + ids.shape[1]))
+        before = functional.pad(ids[:, :-1], (1, 0)) if past is None else ids[:, :-1]
+        ids = ids if past is None else ids[:, 1:]
+        positions = self.positions(torch.arange(start, start + ids.shape[1]))
+        hidden = self.tokens(ids) + self.befores(before) + positions
         found = []
         for number, layer in enumerate(self.layers):
             hidden, kv = layer(hidden, None if past is None else past[number][None])
@@ -94,40 +100,40 @@ class SmallGpt(nn.Module):
     @torch.no_grad()
     def kv_of(self, ids: Tensor) -> Kv:
         """The KV of a document."""
-        return self(ids[None])[1][0]
+        found: Kv = self(ids[None])[1][0]
+        return found
 
     @torch.no_grad()
     def loss_behind(self, kv: Kv, ids: Tensor) -> float:
-        """The mean loss of the tokens behind the first of `ids`, which follow a beginning of this KV."""
+        """The mean loss of the tokens behind the first two of `ids`, of which the first is the last one of this KV."""
         logits, _ = self(ids[None, :-1], kv.float())
-        return float(functional.cross_entropy(logits[0], ids[1:]))
+        return float(functional.cross_entropy(logits[0], ids[2:]))
 
     @torch.no_grad()
-    def answer_behind(self, kv: Kv, token: int, count: int) -> tuple[int, ...]:
-        """The most likely tokens behind a beginning of this KV and one more token."""
-        past, answer = kv.float(), [token]
-        for _ in range(count - 1):
-            logits, new = self(torch.tensor([[answer[-1]]]), past)
+    def answer_behind(self, kv: Kv, ids: Tensor, count: int) -> tuple[int, ...]:
+        """The most likely tokens behind two: the last one of this KV, and one more."""
+        past, answer = kv.float(), ids.tolist()
+        for _ in range(count):
+            logits, new = self(torch.tensor([answer[-2:]]), past)
             past = torch.cat((past, new[0]), dim=3)
             answer.append(int(logits[0, -1].argmax()))
-        return tuple(answer)
+        return tuple(answer[2:])
 
 
-def trained(seconds: float) -> tuple[SmallGpt, float]:
-    """The model after so many seconds of training, and its loss in the last steps."""
+def trained(steps: int) -> tuple[SmallGpt, float]:
+    """The model after a number of training steps, and its loss in the last of them."""
     torch.set_num_threads(THREADS)
-    model, seed, losses = SmallGpt(), 1000, list[float]()
+    torch.manual_seed(1)
+    model, losses = SmallGpt(), list[float]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
-        seed += 1
+    for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1.0, (1 + len(losses)) / 50)
-        ids = documents(BATCH, MOST_TOKENS, seed)
+            group["lr"] = LEARNING_RATE * min(1.0, (1 + step) / 30, 2 * (1 - step / steps))
+        ids = documents(BATCH, MOST_TOKENS, seed=1000 + step)
         logits, _ = model(ids[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         losses.append(float(loss.detach()))
     return model.eval(), sum(losses[-20:]) / len(losses[-20:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,13 +57,18 @@ def usage(fleet: LlmFleet) -> TierUsage:
     return next(usage for usage in fleet.coordinator.instances()[NAME].tiers if usage.tier == DISK)
 
 
+def is_on_disk(fleet: LlmFleet, chunk_count: int) -> bool:
+    """Whether the disk has this many chunks."""
+    return usage(fleet).chunk_count >= chunk_count
+
+
 def test_rounded_chunks_are_hits_for_the_engine_that_accepts_them_and_misses_for_the_other(fleet: LlmFleet) -> None:
     rounded, exact = fleet.engines[NAME], fleet.engines["exact"]
     prompts = [make_prompt(seed, PROMPT_TOKENS) for seed in range(5)]
     expected = rounded.ask(prompts[0], logprobs=0)
     for count, prompt in enumerate(prompts[1:], start=2):
         rounded.ask(prompt)
-        eventually(lambda count=count: usage(fleet).chunk_count >= count * HELD_CHUNKS, "the prompt is on disk")
+        eventually(partial(is_on_disk, fleet, count * HELD_CHUNKS), "the prompt is on disk")
     assert usage(fleet).used_bytes < 0.6 * usage(fleet).chunk_count * CHUNK_BYTES
 
     again = rounded.ask_again(prompts[0], logprobs=0)

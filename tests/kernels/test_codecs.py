@@ -81,6 +81,19 @@ def test_errors_stay_within_the_bound_of_each_group(
 @settings(max_examples=60, deadline=None)
 @given(
     element=st.sampled_from(ELEMENTS),
+    code=st.sampled_from(["fp8", "int8"]),
+    count=st.integers(1, 500),
+    seed=st.integers(0, 2**31),
+)
+def test_a_second_round_trip_changes_nothing(element: str, code: str, count: int, seed: int) -> None:
+    kind = CodecFormat(element=element, code=code, plane_elements=96, group_elements=32)
+    once = round_trip(kind, random_elements(element, count, seed, 0))
+    assert torch.equal(round_trip(kind, once), once)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    element=st.sampled_from(ELEMENTS),
     code=st.sampled_from(CODES),
     group=st.integers(1, 300),
     count=st.integers(1, 2000),

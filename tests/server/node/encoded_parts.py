@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lmkv.spec import KvSpec
 from lmkv_server.node.tiers.codec import ChunkCodec
@@ -36,7 +37,8 @@ def numbers(number: int, size_bytes: int) -> bytes:
     """Float32 elements of a chunk, whose planes differ in magnitude."""
     values = np.random.default_rng(number).standard_normal(size_bytes // 4, np.float32)
     scales = np.repeat(np.exp2(np.arange(-(-values.size // 128)) % 7 - 3), 128)[: values.size]
-    return (values * scales).astype(np.float32).tobytes()
+    scaled: NDArray[np.float32] = (values * scales).astype(np.float32)
+    return scaled.tobytes()
 
 
 def chunks_for(name: str, spec: KvSpec = LOSSY) -> Chunks:

@@ -49,9 +49,11 @@ class TierContext:
 
         return ChunkEncryption(self.keys, tier)
 
-    def codec(self, key: str) -> ChunkCodec | None:
-        """The codec that a key of the configuration names. Raises `ConfigError` if it needs what is not installed."""
-        name = getattr(self.config, key)
+    def codec(self, key: str, name: str) -> ChunkCodec | None:
+        """The codec of this `name`, set by a `key` of the configuration; None for `none`.
+
+        Raises `ConfigError` if it needs what is not installed.
+        """
         if name == ZSTD and find_spec("zstandard") is None:
             raise ConfigError(
                 f"{key}: zstd needs zstandard, which is not installed; pip install '.[zstd]' in a clone of lmkv",
@@ -81,7 +83,7 @@ def make_tiers(context: TierContext) -> Iterator[ConfiguredTier]:
             cache,
             io=_file_io(config, cache.pool),
             encryption=context.encryption("disk"),
-            codec=context.codec("local_disk_codec"),
+            codec=context.codec("local_disk_codec", config.local_disk_codec),
         )
     if config.remote_url:
         yield RemoteTier(
@@ -89,7 +91,7 @@ def make_tiers(context: TierContext) -> Iterator[ConfiguredTier]:
             cache,
             lookup_seconds=config.remote_lookup_timeout,
             encryption=context.encryption("remote"),
-            codec=context.codec("remote_codec"),
+            codec=context.codec("remote_codec", config.remote_codec),
         )
     for options in config.tiers:
         name = options["name"]

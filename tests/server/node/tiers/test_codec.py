@@ -1,4 +1,4 @@
-"""Codecs of tiers: what is encoded how, and bytes that are nobody's chunk."""
+"""Codecs of tiers: what is encoded how, and bytes that are no chunk."""
 
 from __future__ import annotations
 

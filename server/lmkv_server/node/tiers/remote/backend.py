@@ -57,7 +57,7 @@ class ObjectFormat(Protocol):
         """The bytes that objects have besides those that are stored of their chunks."""
 
     def chunk_bytes(self, object_bytes: int, most_bytes: int) -> int:
-        """Bytes of the chunk in an object of this size, or `most_bytes` if that does not tell; 0 if it can be none."""
+        """Bytes of the chunk in an object of this size, or `most_bytes` if that is unknown; 0 if it is none."""
 
     def put(self, store: RemoteStore, chunk: RemoteObject, memory: memoryview) -> bool:
         """Puts a chunk of which `memory` has the bytes; False if the store has it already."""

@@ -133,7 +133,7 @@ class RemoteChunk:
         return object_name(self.fingerprint, self.key, self.root)
 
     def described(self, header: bytes, stored_bytes: int) -> RemoteObject | None:
-        """Reads the header of an object with so many bytes behind its headers; None if it is not of this chunk."""
+        """Reads the header of an object with `stored_bytes` behind its headers; None if it is not of this chunk."""
         said = parse_header(header)
         expected = (self.key, self.fingerprint, stored_bytes)
         return said if said and (said.key, said.fingerprint, said.size_bytes) == expected else None

@@ -109,7 +109,7 @@ async def test_a_changed_bit_in_header_scales_or_codes_is_a_miss_and_the_file_is
 
 
 async def test_a_file_that_is_sealed_as_another_codec_is_a_miss(folder: Path) -> None:
-    """Even where someone seals the name again: the header says what the bytes are."""
+    """Even where its name is sealed again: the header says what the bytes are."""
     async with host_with_disk(folder, codec=codec("fp8"), chunks=chunks_for("fp8")) as host:
         host.store(0)
     (file,) = files(folder)
