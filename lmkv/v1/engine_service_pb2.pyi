@@ -68,6 +68,7 @@ class Act(_message.Message):
     CHANGE_WEIGHTS_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     HINT_FIELD_NUMBER: _builtins.int
+    AUDITED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """Who attaches; the first act of the first message, and no other."""
@@ -132,6 +133,10 @@ class Act(_message.Message):
     def hint(self) -> Global___HintChunks:
         """A hint about a prompt."""
 
+    @_builtins.property
+    def audited(self) -> Global___AuditedChunks:
+        """Chunks that the engine has computed although they are held, and compared."""
+
     def __init__(
         self,
         *,
@@ -151,12 +156,13 @@ class Act(_message.Message):
         change_weights: Global___ChangeWeights | None = ...,
         report: _chunk_pb2.RequestReport | None = ...,
         hint: Global___HintChunks | None = ...,
+        audited: Global___AuditedChunks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["act", b"act", "change_weights", b"change_weights", "commit", b"commit", "drop_damaged", b"drop_damaged", "drop_handoff", b"drop_handoff", "end_handoff", b"end_handoff", "hand", b"hand", "hello", b"hello", "hint", b"hint", "load", b"load", "lookup", b"lookup", "release", b"release", "report", b"report", "reserve", b"reserve", "reset", b"reset", "return_credits", b"return_credits", "serve_models", b"serve_models"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["act", b"act", "audited", b"audited", "change_weights", b"change_weights", "commit", b"commit", "drop_damaged", b"drop_damaged", "drop_handoff", b"drop_handoff", "end_handoff", b"end_handoff", "hand", b"hand", "hello", b"hello", "hint", b"hint", "load", b"load", "lookup", b"lookup", "release", b"release", "report", b"report", "reserve", b"reserve", "reset", b"reset", "return_credits", b"return_credits", "serve_models", b"serve_models"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["act", b"act", "change_weights", b"change_weights", "commit", b"commit", "drop_damaged", b"drop_damaged", "drop_handoff", b"drop_handoff", "end_handoff", b"end_handoff", "hand", b"hand", "hello", b"hello", "hint", b"hint", "load", b"load", "lookup", b"lookup", "release", b"release", "report", b"report", "reserve", b"reserve", "reset", b"reset", "return_credits", b"return_credits", "serve_models", b"serve_models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["act", b"act", "audited", b"audited", "change_weights", b"change_weights", "commit", b"commit", "drop_damaged", b"drop_damaged", "drop_handoff", b"drop_handoff", "end_handoff", b"end_handoff", "hand", b"hand", "hello", b"hello", "hint", b"hint", "load", b"load", "lookup", b"lookup", "release", b"release", "report", b"report", "reserve", b"reserve", "reset", b"reset", "return_credits", b"return_credits", "serve_models", b"serve_models"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_act: _TypeAlias = _typing.Literal["hello", "serve_models", "release", "commit", "drop_damaged", "return_credits", "lookup", "load", "reserve", "hand", "end_handoff", "drop_handoff", "reset", "change_weights", "report", "hint"]  # noqa: Y015
+    _WhichOneofReturnType_act: _TypeAlias = _typing.Literal["hello", "serve_models", "release", "commit", "drop_damaged", "return_credits", "lookup", "load", "reserve", "hand", "end_handoff", "drop_handoff", "reset", "change_weights", "report", "hint", "audited"]  # noqa: Y015
     _WhichOneofArgType_act: _TypeAlias = _typing.Literal["act", b"act"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_act) -> _WhichOneofReturnType_act | None: ...
 
@@ -371,6 +377,39 @@ class DropDamagedChunks(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DropDamagedChunks: _TypeAlias = DropDamagedChunks  # noqa: Y015
+
+@_typing.final
+class AuditedChunks(_message.Message):
+    """Chunks that the engine has computed although they are held, and compared (`docs/concepts/audit.md`).
+
+    If several of the last ones of a spec were wrong, the node stops serving the spec: it drops its chunks, finds none and
+    stores none until it is started again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    WRONG_KEYS_FIELD_NUMBER: _builtins.int
+    chunk_count: _builtins.int
+    """Number of chunks that were compared."""
+    wrong_keys: _builtins.bytes
+    """Keys of a chunk that was wrong each of two times, and of those behind it in the prompt, 16 bytes each. The node drops
+    them, pinned or not, with all their parts and all chunks behind them that it knows, and has all other instances drop
+    them.
+    """
+    def __init__(
+        self,
+        *,
+        chunk_count: _builtins.int = ...,
+        wrong_keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "wrong_keys", b"wrong_keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditedChunks: _TypeAlias = AuditedChunks  # noqa: Y015
 
 @_typing.final
 class ReturnCredits(_message.Message):

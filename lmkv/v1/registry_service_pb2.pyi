@@ -133,6 +133,8 @@ class InstanceStats(_message.Message):
     LOAD_COUNT_FIELD_NUMBER: _builtins.int
     LOAD_DURATION_FIELD_NUMBER: _builtins.int
     AVOIDED_PREFILL_DURATION_FIELD_NUMBER: _builtins.int
+    WRONG_CHUNKS_FIELD_NUMBER: _builtins.int
+    STOPPED_MODELS_FIELD_NUMBER: _builtins.int
     asked_chunks: _builtins.int
     """Chunks that its engines looked up."""
     own_chunks: _builtins.int
@@ -143,6 +145,8 @@ class InstanceStats(_message.Message):
     """Chunks that gave way to others."""
     load_count: _builtins.int
     """Loads of its engines for which both durations below are known; see `ReleaseChunks`."""
+    wrong_chunks: _builtins.int
+    """Chunks that its engines have computed again and found wrong."""
     @_builtins.property
     def traffic(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerTraffic]:
         """What came from peers, for engines and for orders; the 64 that most came from."""
@@ -155,6 +159,10 @@ class InstanceStats(_message.Message):
     def avoided_prefill_duration(self) -> _duration_pb2.Duration:
         """Time that computing the loaded tokens would have taken. Their TTFT is shorter by the difference."""
 
+    @_builtins.property
+    def stopped_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Models that it does not serve any more, because too many of their chunks were wrong."""
+
     def __init__(
         self,
         *,
@@ -166,10 +174,12 @@ class InstanceStats(_message.Message):
         load_count: _builtins.int = ...,
         load_duration: _duration_pb2.Duration | None = ...,
         avoided_prefill_duration: _duration_pb2.Duration | None = ...,
+        wrong_chunks: _builtins.int = ...,
+        stopped_models: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["avoided_prefill_duration", b"avoided_prefill_duration", "load_duration", b"load_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_chunks", b"asked_chunks", "avoided_prefill_duration", b"avoided_prefill_duration", "evicted_chunks", b"evicted_chunks", "load_count", b"load_count", "load_duration", b"load_duration", "own_chunks", b"own_chunks", "peer_chunks", b"peer_chunks", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_chunks", b"asked_chunks", "avoided_prefill_duration", b"avoided_prefill_duration", "evicted_chunks", b"evicted_chunks", "load_count", b"load_count", "load_duration", b"load_duration", "own_chunks", b"own_chunks", "peer_chunks", b"peer_chunks", "stopped_models", b"stopped_models", "traffic", b"traffic", "wrong_chunks", b"wrong_chunks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,7 +30,7 @@ from lmkv.v1 import chunk_pb2 as lmkv_dot_v1_dot_chunk__pb2
 from lmkv.v1 import registry_service_pb2 as lmkv_dot_v1_dot_registry__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%lmkv/internal/v1/report_service.proto\x12\x10lmkv.internal.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x13lmkv/v1/chunk.proto\x1a\x1elmkv/v1/registry_service.proto\"\x89\x05\n\rReportRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08sequence\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08snapshot\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0csnapshot_end\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x34\n\x07\x63hanges\x18\x06 \x03(\x0b\x32\x1d.lmkv.internal.v1.ChunkChangeB\x04\xe2\x41\x01\x01\x12\x36\n\x08outcomes\x18\x07 \x03(\x0b\x32\x1e.lmkv.internal.v1.OrderOutcomeB\x04\xe2\x41\x01\x01\x12\x33\n\x07\x64igests\x18\x08 \x03(\x0b\x32\x1c.lmkv.internal.v1.TierDigestB\x04\xe2\x41\x01\x01\x12\'\n\x05tiers\x18\t \x03(\x0b\x32\x12.lmkv.v1.TierUsageB\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x65ngine_count\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x01\x12-\n\x04pins\x18\x0b \x01(\x0b\x32\x19.lmkv.internal.v1.PinListB\x04\xe2\x41\x01\x01\x12+\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStatsB\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x66\x65tch_serial\x18\r \x01(\x03\x42\x04\xe2\x41\x01\x01\x12 \n\x12reported_elsewhere\x18\x0e \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x14\n\x06secret\x18\x0f \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x32\n\x08\x65nd_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x01\x12\x30\n\x07leaving\x18\x11 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\".\n\x07PinList\x12#\n\x04pins\x18\x01 \x03(\x0b\x32\x15.lmkv.v1.PinnedChunks\"\xfa\x03\n\x0b\x43hunkChange\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x15\n\radmitted_keys\x18\x03 \x01(\x0c\x12S\n\x14partial_token_counts\x18\x04 \x03(\x0b\x32\x35.lmkv.internal.v1.ChunkChange.PartialTokenCountsEntry\x12\x14\n\x0c\x65victed_keys\x18\x05 \x01(\x0c\x12Q\n\x13partial_parent_keys\x18\x06 \x03(\x0b\x32\x34.lmkv.internal.v1.ChunkChange.PartialParentKeysEntry\x12H\n\x0eprefix_digests\x18\x07 \x03(\x0b\x32\x30.lmkv.internal.v1.ChunkChange.PrefixDigestsEntry\x1a\x39\n\x17PartialTokenCountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\x1a\x38\n\x16PartialParentKeysEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\x1a\x34\n\x12PrefixDigestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"@\n\nTierDigest\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x0f\n\x07key_sum\x18\x03 \x01(\x06\"\xa2\x02\n\x0cOrderOutcome\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x05 \x01(\x03\x12\'\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32\x15.lmkv.v1.ChunkFailure\x12\x1a\n\x12pinned_chunk_count\x18\x07 \x01(\x05\x12/\n\x0b\x65xplanation\x18\x08 \x01(\x0b\x32\x1a.lmkv.v1.PromptExplanation\x12!\n\x04hint\x18\t \x01(\x0b\x32\x13.lmkv.v1.HintResult\"c\n\x0eReportResponse\x12\x16\n\x0e\x61\x63ked_sequence\x18\x01 \x01(\x03\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12\'\n\x06orders\x18\x03 \x03(\x0b\x32\x17.lmkv.internal.v1.Order\"\xf7\x03\n\x05Order\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12\x16\n\x0eoperation_name\x18\x04 \x01(\t\x12-\n\x05\x66\x65tch\x18\x05 \x01(\x0b\x32\x1c.lmkv.internal.v1.FetchOrderH\x00\x12+\n\x04\x64rop\x18\x06 \x01(\x0b\x32\x1b.lmkv.internal.v1.DropOrderH\x00\x12)\n\x03pin\x18\x07 \x01(\x0b\x32\x1a.lmkv.internal.v1.PinOrderH\x00\x12-\n\x05unpin\x18\x08 \x01(\x0b\x32\x1c.lmkv.internal.v1.UnpinOrderH\x00\x12/\n\x06\x63\x61ncel\x18\t \x01(\x0b\x32\x1d.lmkv.internal.v1.CancelOrderH\x00\x12-\n\x05leave\x18\n \x01(\x0b\x32\x1c.lmkv.internal.v1.LeaveOrderH\x00\x12\x31\n\x07\x65xplain\x18\x0b \x01(\x0b\x32\x1e.lmkv.internal.v1.ExplainOrderH\x00\x12+\n\x04hint\x18\x0c \x01(\x0b\x32\x1b.lmkv.internal.v1.HintOrderH\x00\x42\x08\n\x06\x61\x63tion\"\xb1\x01\n\nFetchOrder\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x04 \x01(\x0c\x12\x0c\n\x04tier\x18\x05 \x01(\t\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\x12\x13\n\x0bkeep_others\x18\x07 \x01(\x08\x12\x1d\n\x04spec\x18\x08 \x01(\x0b\x32\x0f.lmkv.v1.KvSpec\"v\n\tDropOrder\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x12\n\nchunk_keys\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x04 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x05 \x01(\x08\x12\x14\n\x0c\x66\x65tch_serial\x18\x06 \x01(\x03\"d\n\x08PinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x12\n\nchunk_keys\x18\x03 \x01(\x0c\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1c\n\nUnpinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\"\xb3\x01\n\tHintOrder\x12\x0f\n\x07hint_id\x18\x01 \x01(\t\x12#\n\x06\x61\x63tion\x18\x02 \x01(\x0e\x32\x13.lmkv.v1.HintAction\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x04 \x01(\x0c\x12&\n\x03ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\r\n\x05owner\x18\x07 \x01(\x0c\"\x1f\n\x0b\x43\x61ncelOrder\x12\x10\n\x08order_id\x18\x01 \x01(\t\"4\n\nLeaveOrder\x12&\n\x03ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"R\n\x0c\x45xplainOrder\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x02 \x01(\x0c\x12\x19\n\x11\x65ngine_request_id\x18\x03 \x01(\t2`\n\rReportService\x12O\n\x06Report\x12\x1f.lmkv.internal.v1.ReportRequest\x1a .lmkv.internal.v1.ReportResponse(\x01\x30\x01\x42\x35\n\x10lmkv.internal.v1P\x01Z\x1flmkv/internal/v1;lmkvinternalv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%lmkv/internal/v1/report_service.proto\x12\x10lmkv.internal.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x13lmkv/v1/chunk.proto\x1a\x1elmkv/v1/registry_service.proto\"\xa3\x05\n\rReportRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08sequence\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08snapshot\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0csnapshot_end\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x34\n\x07\x63hanges\x18\x06 \x03(\x0b\x32\x1d.lmkv.internal.v1.ChunkChangeB\x04\xe2\x41\x01\x01\x12\x36\n\x08outcomes\x18\x07 \x03(\x0b\x32\x1e.lmkv.internal.v1.OrderOutcomeB\x04\xe2\x41\x01\x01\x12\x33\n\x07\x64igests\x18\x08 \x03(\x0b\x32\x1c.lmkv.internal.v1.TierDigestB\x04\xe2\x41\x01\x01\x12\'\n\x05tiers\x18\t \x03(\x0b\x32\x12.lmkv.v1.TierUsageB\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x65ngine_count\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x01\x12-\n\x04pins\x18\x0b \x01(\x0b\x32\x19.lmkv.internal.v1.PinListB\x04\xe2\x41\x01\x01\x12+\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStatsB\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x66\x65tch_serial\x18\r \x01(\x03\x42\x04\xe2\x41\x01\x01\x12 \n\x12reported_elsewhere\x18\x0e \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x14\n\x06secret\x18\x0f \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x32\n\x08\x65nd_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x01\x12\x30\n\x07leaving\x18\x11 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x18\n\nwrong_keys\x18\x12 \x01(\x0c\x42\x04\xe2\x41\x01\x01\".\n\x07PinList\x12#\n\x04pins\x18\x01 \x03(\x0b\x32\x15.lmkv.v1.PinnedChunks\"\xfa\x03\n\x0b\x43hunkChange\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x15\n\radmitted_keys\x18\x03 \x01(\x0c\x12S\n\x14partial_token_counts\x18\x04 \x03(\x0b\x32\x35.lmkv.internal.v1.ChunkChange.PartialTokenCountsEntry\x12\x14\n\x0c\x65victed_keys\x18\x05 \x01(\x0c\x12Q\n\x13partial_parent_keys\x18\x06 \x03(\x0b\x32\x34.lmkv.internal.v1.ChunkChange.PartialParentKeysEntry\x12H\n\x0eprefix_digests\x18\x07 \x03(\x0b\x32\x30.lmkv.internal.v1.ChunkChange.PrefixDigestsEntry\x1a\x39\n\x17PartialTokenCountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\x1a\x38\n\x16PartialParentKeysEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\x1a\x34\n\x12PrefixDigestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"@\n\nTierDigest\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x0f\n\x07key_sum\x18\x03 \x01(\x06\"\xa2\x02\n\x0cOrderOutcome\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x05 \x01(\x03\x12\'\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32\x15.lmkv.v1.ChunkFailure\x12\x1a\n\x12pinned_chunk_count\x18\x07 \x01(\x05\x12/\n\x0b\x65xplanation\x18\x08 \x01(\x0b\x32\x1a.lmkv.v1.PromptExplanation\x12!\n\x04hint\x18\t \x01(\x0b\x32\x13.lmkv.v1.HintResult\"c\n\x0eReportResponse\x12\x16\n\x0e\x61\x63ked_sequence\x18\x01 \x01(\x03\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12\'\n\x06orders\x18\x03 \x03(\x0b\x32\x17.lmkv.internal.v1.Order\"\xf7\x03\n\x05Order\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12\x16\n\x0eoperation_name\x18\x04 \x01(\t\x12-\n\x05\x66\x65tch\x18\x05 \x01(\x0b\x32\x1c.lmkv.internal.v1.FetchOrderH\x00\x12+\n\x04\x64rop\x18\x06 \x01(\x0b\x32\x1b.lmkv.internal.v1.DropOrderH\x00\x12)\n\x03pin\x18\x07 \x01(\x0b\x32\x1a.lmkv.internal.v1.PinOrderH\x00\x12-\n\x05unpin\x18\x08 \x01(\x0b\x32\x1c.lmkv.internal.v1.UnpinOrderH\x00\x12/\n\x06\x63\x61ncel\x18\t \x01(\x0b\x32\x1d.lmkv.internal.v1.CancelOrderH\x00\x12-\n\x05leave\x18\n \x01(\x0b\x32\x1c.lmkv.internal.v1.LeaveOrderH\x00\x12\x31\n\x07\x65xplain\x18\x0b \x01(\x0b\x32\x1e.lmkv.internal.v1.ExplainOrderH\x00\x12+\n\x04hint\x18\x0c \x01(\x0b\x32\x1b.lmkv.internal.v1.HintOrderH\x00\x42\x08\n\x06\x61\x63tion\"\xb1\x01\n\nFetchOrder\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x04 \x01(\x0c\x12\x0c\n\x04tier\x18\x05 \x01(\t\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\x12\x13\n\x0bkeep_others\x18\x07 \x01(\x08\x12\x1d\n\x04spec\x18\x08 \x01(\x0b\x32\x0f.lmkv.v1.KvSpec\"\x85\x01\n\tDropOrder\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x12\n\nchunk_keys\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x04 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x05 \x01(\x08\x12\x14\n\x0c\x66\x65tch_serial\x18\x06 \x01(\x03\x12\r\n\x05wrong\x18\x07 \x01(\x08\"d\n\x08PinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x12\n\nchunk_keys\x18\x03 \x01(\x0c\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1c\n\nUnpinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\"\xb3\x01\n\tHintOrder\x12\x0f\n\x07hint_id\x18\x01 \x01(\t\x12#\n\x06\x61\x63tion\x18\x02 \x01(\x0e\x32\x13.lmkv.v1.HintAction\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x04 \x01(\x0c\x12&\n\x03ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\r\n\x05owner\x18\x07 \x01(\x0c\"\x1f\n\x0b\x43\x61ncelOrder\x12\x10\n\x08order_id\x18\x01 \x01(\t\"4\n\nLeaveOrder\x12&\n\x03ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"R\n\x0c\x45xplainOrder\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x02 \x01(\x0c\x12\x19\n\x11\x65ngine_request_id\x18\x03 \x01(\t2`\n\rReportService\x12O\n\x06Report\x12\x1f.lmkv.internal.v1.ReportRequest\x1a .lmkv.internal.v1.ReportResponse(\x01\x30\x01\x42\x35\n\x10lmkv.internal.v1P\x01Z\x1flmkv/internal/v1;lmkvinternalv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -72,6 +72,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPORTREQUEST'].fields_by_name['end_time']._serialized_options = b'\342A\001\001'
   _globals['_REPORTREQUEST'].fields_by_name['leaving']._loaded_options = None
   _globals['_REPORTREQUEST'].fields_by_name['leaving']._serialized_options = b'\342A\001\001'
+  _globals['_REPORTREQUEST'].fields_by_name['wrong_keys']._loaded_options = None
+  _globals['_REPORTREQUEST'].fields_by_name['wrong_keys']._serialized_options = b'\342A\001\001'
   _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._loaded_options = None
   _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_options = b'8\001'
   _globals['_CHUNKCHANGE_PARTIALPARENTKEYSENTRY']._loaded_options = None
@@ -79,41 +81,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHUNKCHANGE_PREFIXDIGESTSENTRY']._loaded_options = None
   _globals['_CHUNKCHANGE_PREFIXDIGESTSENTRY']._serialized_options = b'8\001'
   _globals['_REPORTREQUEST']._serialized_start=236
-  _globals['_REPORTREQUEST']._serialized_end=885
-  _globals['_PINLIST']._serialized_start=887
-  _globals['_PINLIST']._serialized_end=933
-  _globals['_CHUNKCHANGE']._serialized_start=936
-  _globals['_CHUNKCHANGE']._serialized_end=1442
-  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_start=1273
-  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_end=1330
-  _globals['_CHUNKCHANGE_PARTIALPARENTKEYSENTRY']._serialized_start=1332
-  _globals['_CHUNKCHANGE_PARTIALPARENTKEYSENTRY']._serialized_end=1388
-  _globals['_CHUNKCHANGE_PREFIXDIGESTSENTRY']._serialized_start=1390
-  _globals['_CHUNKCHANGE_PREFIXDIGESTSENTRY']._serialized_end=1442
-  _globals['_TIERDIGEST']._serialized_start=1444
-  _globals['_TIERDIGEST']._serialized_end=1508
-  _globals['_ORDEROUTCOME']._serialized_start=1511
-  _globals['_ORDEROUTCOME']._serialized_end=1801
-  _globals['_REPORTRESPONSE']._serialized_start=1803
-  _globals['_REPORTRESPONSE']._serialized_end=1902
-  _globals['_ORDER']._serialized_start=1905
-  _globals['_ORDER']._serialized_end=2408
-  _globals['_FETCHORDER']._serialized_start=2411
-  _globals['_FETCHORDER']._serialized_end=2588
-  _globals['_DROPORDER']._serialized_start=2590
-  _globals['_DROPORDER']._serialized_end=2708
-  _globals['_PINORDER']._serialized_start=2710
-  _globals['_PINORDER']._serialized_end=2810
-  _globals['_UNPINORDER']._serialized_start=2812
-  _globals['_UNPINORDER']._serialized_end=2840
-  _globals['_HINTORDER']._serialized_start=2843
-  _globals['_HINTORDER']._serialized_end=3022
-  _globals['_CANCELORDER']._serialized_start=3024
-  _globals['_CANCELORDER']._serialized_end=3055
-  _globals['_LEAVEORDER']._serialized_start=3057
-  _globals['_LEAVEORDER']._serialized_end=3109
-  _globals['_EXPLAINORDER']._serialized_start=3111
-  _globals['_EXPLAINORDER']._serialized_end=3193
-  _globals['_REPORTSERVICE']._serialized_start=3195
-  _globals['_REPORTSERVICE']._serialized_end=3291
+  _globals['_REPORTREQUEST']._serialized_end=911
+  _globals['_PINLIST']._serialized_start=913
+  _globals['_PINLIST']._serialized_end=959
+  _globals['_CHUNKCHANGE']._serialized_start=962
+  _globals['_CHUNKCHANGE']._serialized_end=1468
+  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_start=1299
+  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_end=1356
+  _globals['_CHUNKCHANGE_PARTIALPARENTKEYSENTRY']._serialized_start=1358
+  _globals['_CHUNKCHANGE_PARTIALPARENTKEYSENTRY']._serialized_end=1414
+  _globals['_CHUNKCHANGE_PREFIXDIGESTSENTRY']._serialized_start=1416
+  _globals['_CHUNKCHANGE_PREFIXDIGESTSENTRY']._serialized_end=1468
+  _globals['_TIERDIGEST']._serialized_start=1470
+  _globals['_TIERDIGEST']._serialized_end=1534
+  _globals['_ORDEROUTCOME']._serialized_start=1537
+  _globals['_ORDEROUTCOME']._serialized_end=1827
+  _globals['_REPORTRESPONSE']._serialized_start=1829
+  _globals['_REPORTRESPONSE']._serialized_end=1928
+  _globals['_ORDER']._serialized_start=1931
+  _globals['_ORDER']._serialized_end=2434
+  _globals['_FETCHORDER']._serialized_start=2437
+  _globals['_FETCHORDER']._serialized_end=2614
+  _globals['_DROPORDER']._serialized_start=2617
+  _globals['_DROPORDER']._serialized_end=2750
+  _globals['_PINORDER']._serialized_start=2752
+  _globals['_PINORDER']._serialized_end=2852
+  _globals['_UNPINORDER']._serialized_start=2854
+  _globals['_UNPINORDER']._serialized_end=2882
+  _globals['_HINTORDER']._serialized_start=2885
+  _globals['_HINTORDER']._serialized_end=3064
+  _globals['_CANCELORDER']._serialized_start=3066
+  _globals['_CANCELORDER']._serialized_end=3097
+  _globals['_LEAVEORDER']._serialized_start=3099
+  _globals['_LEAVEORDER']._serialized_end=3151
+  _globals['_EXPLAINORDER']._serialized_start=3153
+  _globals['_EXPLAINORDER']._serialized_end=3235
+  _globals['_REPORTSERVICE']._serialized_start=3237
+  _globals['_REPORTSERVICE']._serialized_end=3333
 # @@protoc_insertion_point(module_scope)

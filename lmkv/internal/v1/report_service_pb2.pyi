@@ -48,6 +48,7 @@ class ReportRequest(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    WRONG_KEYS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance."""
     epoch: _builtins.int
@@ -68,6 +69,10 @@ class ReportRequest(_message.Message):
     """
     secret: _builtins.bytes
     """In a stream's first report: the secret of the registration."""
+    wrong_keys: _builtins.bytes
+    """Keys of chunks that an audit has found wrong, 16 bytes each, at most 16,384: all instances are to drop them. Sent to one
+    coordinator.
+    """
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkChange]:
         """Chunks that were admitted or evicted, in order."""
@@ -120,10 +125,11 @@ class ReportRequest(_message.Message):
         secret: _builtins.bytes = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
         leaving: _duration_pb2.Duration | None = ...,
+        wrong_keys: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "leaving", b"leaving", "pins", b"pins", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "end_time", b"end_time", "engine_count", b"engine_count", "epoch", b"epoch", "fetch_serial", b"fetch_serial", "instance_id", b"instance_id", "leaving", b"leaving", "outcomes", b"outcomes", "pins", b"pins", "reported_elsewhere", b"reported_elsewhere", "secret", b"secret", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "stats", b"stats", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "end_time", b"end_time", "engine_count", b"engine_count", "epoch", b"epoch", "fetch_serial", b"fetch_serial", "instance_id", b"instance_id", "leaving", b"leaving", "outcomes", b"outcomes", "pins", b"pins", "reported_elsewhere", b"reported_elsewhere", "secret", b"secret", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "stats", b"stats", "tiers", b"tiers", "wrong_keys", b"wrong_keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -543,6 +549,7 @@ class DropOrder(_message.Message):
     ALL_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     FETCH_SERIAL_FIELD_NUMBER: _builtins.int
+    WRONG_FIELD_NUMBER: _builtins.int
     tier: _builtins.str
     """Id of the tier, as in `Position.tier`; empty means all."""
     chunk_keys: _builtins.bytes
@@ -558,6 +565,8 @@ class DropOrder(_message.Message):
     `ReportRequest.fetch_serial`; they fail with `CHUNK_ARRIVED`. 0 means that all are dropped. A move names what the source
     reported before the destination fetched: of two moves that swap a chunk, one at least keeps its copy.
     """
+    wrong: _builtins.bool
+    """With `chunk_keys`: the chunks are wrong. Pinned ones are dropped, too, and all chunks behind them that the instance knows."""
     def __init__(
         self,
         *,
@@ -567,10 +576,11 @@ class DropOrder(_message.Message):
         all: _builtins.bool = ...,
         dry_run: _builtins.bool = ...,
         fetch_serial: _builtins.int = ...,
+        wrong: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "chunk_keys", b"chunk_keys", "dry_run", b"dry_run", "fetch_serial", b"fetch_serial", "fingerprint", b"fingerprint", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "chunk_keys", b"chunk_keys", "dry_run", b"dry_run", "fetch_serial", b"fetch_serial", "fingerprint", b"fingerprint", "tier", b"tier", "wrong", b"wrong"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,6 +19,7 @@ from lmkv.config import NodeConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
 from lmkv.telemetry.calls import Scraped, ServerCalls
+from lmkv_server.node.audits import Audits
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.runner import OrderRunner
@@ -68,6 +69,7 @@ class MeasuredNode(Protocol):
     orders: OrderRunner
     fleet: FleetMembership
     hints: HintExecutor
+    audits: Audits
     service: EngineService
     peer_side: PeerSide | None
 
@@ -136,6 +138,13 @@ class NodeMetrics(Scraped):
 
     def _serving(self) -> Iterator[Metric]:
         yield self.gauge("engines", "Engines attached.", self._node.engines.attached_count)
+        audits = self._node.audits
+        yield self.counter("wrong_chunks", "Chunks that engines have computed again and found wrong.", audits.wrong_count)
+        yield self.gauge(
+            "stopped_specs",
+            "Specs of which nothing is stored or found any more, because too many chunks were wrong.",
+            len(audits.stopped),
+        )
         lookups = self._node.service.lookups.stats()
         yield self.counter("lookups", "Lookups of engines.", lookups.count)
         yield self.counter("lookup_asked_chunks", "Chunks that engines looked up.", lookups.asked_chunks)

@@ -24,6 +24,7 @@ from lmkv.telemetry.calls import BuildInfo, ServerCalls
 from lmkv.tiers import DISK, HOST
 from lmkv.units import format_bytes
 from lmkv.v1 import chunk_pb2, engine_service_pb2, registry_service_pb2
+from lmkv_server.node.audits import Audits
 from lmkv_server.node.cache.build import open_host_cache, populate
 from lmkv_server.node.cache.events import CacheEvents, Losses, PartialChunks
 from lmkv_server.node.cache.warm_start import WarmStart
@@ -135,6 +136,8 @@ class Node:
         self._tier_stack = self._make_tier_stack()
         self.hints = await stack.enter_async_context(HintExecutor(config.instance_id, self._tier_stack, self.orders))
         self.events.subscribe(self.hints.retentions)
+        self.audits = Audits(self._tier_stack, self.orders, self.fleet)
+        stack.push_async_callback(self.audits.aclose)
         self.service = self._make_engine_service()
         if self.peer_side:
             self.peer_side.connections.on_connected = self._report_peer
@@ -206,7 +209,7 @@ class Node:
 
     def _make_engine_service(self) -> EngineService:
         senders = self.peer_side.senders if self.peer_side else None
-        return EngineService(self, self.engines, self._tier_stack, self.hints, senders)
+        return EngineService(self, self.engines, self._tier_stack, self.hints, self.audits, senders)
 
     def _make_tier_stack(self) -> TierStack:
         receiver = self.peer_side.receiver if self.peer_side else None
@@ -268,6 +271,8 @@ class Node:
             load_count=lookups.load_count,
             load_duration=_duration(lookups.load_seconds),
             avoided_prefill_duration=_duration(lookups.avoided_prefill_seconds),
+            wrong_chunks=self.audits.wrong_count,
+            stopped_models=sorted(set(self.audits.stopped.values())),
             traffic=[
                 registry_service_pb2.PeerTraffic(
                     instance_id=peer.instance_id, chunk_count=peer.chunk_count, transferred_bytes=peer.transferred_bytes

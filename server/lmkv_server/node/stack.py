@@ -51,6 +51,8 @@ class TierStack:
         self.diagnosis = Diagnosis(tier, tiers, Losses() if losses is None else losses)
         """Says why chunks are missed."""
         self._clearing: Counter[bytes] = Counter()
+        self.stopped: set[bytes] = set()
+        """Fingerprints of specs of which nothing is stored or found any more."""
         self._background: set[asyncio.Task[object]] = set()
 
     # --- Handoffs ------------------------------------------------------------------------------------------------
@@ -87,6 +89,8 @@ class TierStack:
 
     def begin(self, prompt: Prompt, most_bytes: int) -> PromptLookup:
         """Begins a lookup of a prompt, in the pool; the items of its hit are to have at most `most_bytes`."""
+        if prompt.spec.fingerprint in self.stopped:
+            most_bytes = 0
         return PromptLookup(self.tier, self._partial_chunks, prompt, most_bytes)
 
     async def ask(self, lookup: PromptLookup, tokens_per_second: float = 0.0, *, deadline: float | None = None) -> None:
@@ -162,6 +166,12 @@ class TierStack:
         self._clearing[fingerprint] += 1
         selection = Selection(fingerprint=fingerprint, kept=kept, counted=dropped)
         return self._clear_tiers(selection, len(dropped), shared=shared)
+
+    def stop(self, fingerprint: bytes) -> None:
+        """Begins to drop the chunks of a spec, except those of shared stores; finds nothing of it from now on."""
+        self.stopped.add(fingerprint)
+        self._clearing[fingerprint] += 1
+        self._begin(self.clear(fingerprint, shared=False))
 
     def forget(self, spec: KvSpec) -> None:
         """Begins to drop the chunks of a spec that no engine of this node will use; shared stores keep those of a spec

@@ -65,6 +65,8 @@ class ScriptedNode:
         self.spec = spec
         self.hello_version: str | None = None
         """Version of the weights in the next hello; None: that of the engine's spec."""
+        self.audits: list[pb.AuditedChunks] = []
+        """Chunks that were compared."""
         self.weight_versions: list[str] = []
         """Those that the engine has sent."""
         self.credit_limit = credit_limit
@@ -278,6 +280,7 @@ class ScriptedNode:
             "change_weights": lambda change: self.weight_versions.append(change.weight_version),
             "report": self.reports.append,
             "hint": self._hint,
+            "audited": self.audits.append,
         }
 
     def _commit_all(self, commits: pb.CommitChunks) -> None:

@@ -17,6 +17,7 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as engine_pb
 from lmkv.v1 import peer_service_pb2 as peer_pb
 from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_server.node.audits import Audits
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.commands.executor import OrderContext
 from lmkv_server.node.commands.runner import OrderRunner
@@ -229,7 +230,8 @@ async def _run(source: Input) -> None:
         node = ServedNode(instance_id="node", epoch=EPOCH, tier=tier, pool=pool, engines=sessions)
         peer_service = PeerService(node, channels, inspected, receiver, grant_ttl_seconds=30.0)
         async with orders, hints, peer_service:
-            engine_service = EngineService(_Host(), sessions, stack, hints)
+            fleet: Any = SimpleNamespace(report_wrong=lambda _: True, is_configured=False)
+            engine_service = EngineService(_Host(), sessions, stack, hints, Audits(stack, orders, fleet))
             await _call(source, {SERVICES[0]: engine_service, SERVICES[1]: peer_service}, tier)
             table.check()
     sessions.detach(own)

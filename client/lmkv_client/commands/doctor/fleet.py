@@ -84,9 +84,23 @@ async def check_instances(config: ClientConfig) -> list[Finding]:
         return findings
     findings.append(check_versions(list(instances.values())))
     findings += [warn("specs", f"{line}; make it equal") for line in conflicts(instances.values())]
+    findings += check_audits(list(instances.values()))
     places = asyncio.Semaphore(MOST_AT_ONCE)
     ordered = [instances[name] for name in sorted(instances)]
     return findings + list(await asyncio.gather(*(_check_instance(one, places) for one in ordered)))
+
+
+def check_audits(instances: Sequence[Instance]) -> Iterator[Finding]:
+    """Whether engines have computed chunks again and found them wrong."""
+    for instance in instances:
+        name, stats = instance.instance_id, instance.stats
+        if stats.stopped_models:
+            models = ", ".join(stats.stopped_models)
+            fix = "docs/operate/runbooks.md#lmkvspecstopped"
+            yield fail("audits", f"{name} neither stores nor finds chunks of {models}: too many were wrong; {fix}")
+        elif stats.wrong_chunks:
+            fix = "docs/operate/runbooks.md#lmkvchunkswrong"
+            yield warn("audits", f"engines of {name} have found {count(stats.wrong_chunks, 'wrong chunk')}; {fix}")
 
 
 async def _check_instance(instance: Instance, places: asyncio.Semaphore) -> Finding:
@@ -143,6 +157,8 @@ async def _check_at(address: str, config: ConnectorConfig) -> AsyncIterator[Find
             yield ok("coordinator", f"{address} responded in {took}; {count(len(instances), 'instance')}")
             yield check_instance_id(config, instances)
             yield check_versions(instances)
+            for finding in check_audits(instances):
+                yield finding
         async for finding in _visit(config, coordinator, instances):
             yield finding
 

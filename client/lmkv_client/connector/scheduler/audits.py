@@ -20,7 +20,7 @@ from statistics import median
 from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
-from lmkv_client.connector.messages import LayerError
+from lmkv_client.connector.messages import Comparison, LayerError
 from lmkv_client.connector.scheduler.block_copies import items_of
 from lmkv_client.connector.scheduler.loads import check
 from lmkv_client.connector.scheduler.pending_stores import PendingStore
@@ -37,6 +37,10 @@ BUDGET_SHARE = 0.01
 MAX_BUDGET_CHUNKS = 64
 """Most chunks for which an engine without audits saves budget."""
 MAX_SUSPECTS = 1024
+MAX_SHOWN_LAYERS = 8
+"""Layers in the log of a wrong chunk, those with the largest errors."""
+NAMED = ("model_id", "weight_version", "kv_dtype", "format", "tile_backend", "tile_isa", "block_size", "hash_scheme")
+"""Fields of the spec in that log, of those that its key depends on."""
 MIN_HONEST = 16
 """Chunks that must have been compared before the tolerance follows from them."""
 MAX_HONEST = 256
@@ -142,13 +146,17 @@ class Audits:
         if audit.suspect and (suspicion := self._suspects.get(audit.suspect)):
             suspicion.request_id = state.request_id
 
-    def judge(self, store: PendingStore) -> None:
-        """Judges a chunk that all ranks have compared."""
+    def judge(self, stores: Sequence[PendingStore]) -> None:
+        """Judges chunks that all ranks have compared."""
+        for store in sorted(stores, key=lambda store: store.index):
+            self._judge(store)
+
+    def _judge(self, store: PendingStore) -> None:
         audit, comparison = store.state.store.audit, store.result.comparison
         if audit is None or comparison is None or comparison.is_void or not comparison.layers:
             self._count("void")
             return
-        error = comparison.worst
+        error, wrong_keys = comparison.worst, list[ChunkKey]()
         if self._tolerances[store.part].covers(error):
             self._suspects.pop(store.key, None)
             self._count("equal")
@@ -156,7 +164,8 @@ class Audits:
             self._suspect(store, error)
         elif not audit.is_over:
             audit.is_over = True  # chunks behind a wrong one may be wrong, too
-            self._wrong(store)
+            wrong_keys = self._wrong(store, comparison)
+        self._session.report_audits(1, wrong_keys)
 
     def finished(self, state: RequestState) -> None:
         """A request has ended: another one may compute what it has not."""
@@ -218,10 +227,31 @@ class Audits:
             error.most,
         )
 
-    def _wrong(self, store: PendingStore) -> None:
-        """Acts on a chunk that has differed twice."""
-        self._suspects.pop(store.key, None)
+    def _wrong(self, store: PendingStore, comparison: Comparison) -> list[ChunkKey]:
+        """Logs a chunk that has differed twice; returns its key, and those of the chunks behind it in the prompt."""
+        state, spec, held = store.state, self._session.spec, store.held
+        keys = [*state.chain.keys[store.index :], *([state.partial_key] if state.partial_key else [])]
+        for key in keys:
+            self._suspects.pop(key, None)
         self._count("wrong")
+        layers = sorted(comparison.layers.items(), key=lambda item: -item[1].mean)[:MAX_SHOWN_LAYERS]
+        logger.error(
+            "[%s] chunk %s is wrong: computed twice, it differs from what the cache holds. It and those behind it are "
+            "dropped everywhere. Part %d, tokens %d to %d, from %s%s; mean and largest error of layers: %s. Its key "
+            "names: %s; adapter %s; %s",
+            state.request_id,
+            store.key.hex(),
+            store.part,
+            store.index * self._size,
+            (store.index + 1) * self._size - 1,
+            held.tier if held else "",
+            f" of {held.peer_id}" if held and held.peer_id else "",
+            ", ".join(f"{layer}: {error.mean:.2g}, {error.most:.2g}" for layer, error in layers),
+            ", ".join(f"{name} {spec.shown(name)}" for name in NAMED),
+            state.adapter.identity if state.adapter else "none",
+            f"media in chunks {sorted(state.extras)}" if state.extras else "no media",
+        )
+        return keys
 
     def _count(self, outcome: str) -> None:
         self._session.counters.add("audited_chunks", label=outcome)

@@ -383,8 +383,7 @@ class Stores:
         written, failed = self._pending.handle_report(report)
         self._undo([store for store in failed if not store.held])
         audited = {offset: written.pop(offset) for offset, store in list(written.items()) if store.held}
-        for store in sorted(audited.values(), key=lambda store: store.index):
-            self._audits.judge(store)
+        self._audits.judge(list(audited.values()))
         if not written:
             return False
         self._session.commit([self._commit(offset, store) for offset, store in written.items()])

@@ -56,6 +56,8 @@ class ReportedStats:
     load_seconds: float = 0.0
     avoided_prefill_seconds: float = 0.0
     traffic: tuple[ReportedTraffic, ...] = ()
+    wrong_chunks: int = 0
+    stopped_models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -261,7 +261,12 @@ def probe_routes(cores: Callable[[], Iterable[Registry]], grpc_port: Callable[[]
     """
 
     async def alive(_: Request) -> Response:
-        return json_response({"status": "ok"})
+        stopped = [one.info.instance_id for core in cores() for one in core.instances if one.stats.stopped_models]
+        if not stopped:
+            return json_response({"status": "ok"})
+        at = ", ".join(stopped[:10]) if names else f"{len(stopped)} instances"
+        detail = f"a model is not served from the cache any more at {at}: too many chunks were wrong (lmkv doctor)"
+        return json_response({"status": "ok", "detail": detail})
 
     async def ready(_: Request) -> Response:
         for core in cores():

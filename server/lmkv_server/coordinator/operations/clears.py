@@ -9,11 +9,11 @@ from typing import NamedTuple
 from lmkv import rpc
 from lmkv.errors import BadSelection, LmkvError, OperationCancelled
 from lmkv.internal.v1 import report_service_pb2 as report_pb
-from lmkv.keys import KEY_BYTES
+from lmkv.keys import KEY_BYTES, split_keys
 from lmkv.rpc.messages import names_chunks
 from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2 as pb
-from lmkv.v1.prompt_pb2 import PromptSelector
+from lmkv.v1.prompt_pb2 import KeyPrompt, PromptSelector
 from lmkv_server.coordinator.operations.operations import Operation, Operations, add_failure
 from lmkv_server.coordinator.operations.orders import PendingOrders, check_tier
 from lmkv_server.coordinator.registry.registry import Registry
@@ -48,13 +48,23 @@ class Clears:
         self._orders = orders
         self._operations = operations
 
-    async def start(self, request: pb.ClearRequest) -> Operation:
-        """Starts a clear. Raises the errors of `CacheService.Clear`."""
+    async def start_wrong(self, packed_keys: bytes) -> Operation:
+        """Starts to clear chunks that are wrong, pinned or not, and all behind them. Raises as `start`."""
+        keys = KeyPrompt(chunk_keys=split_keys(packed_keys, limit=BATCH_CHUNKS))
+        return await self.start(pb.ClearRequest(prompt=PromptSelector(keys=keys)), wrong=True)
+
+    async def start(self, request: pb.ClearRequest, *, wrong: bool = False) -> Operation:
+        """Starts a clear; of chunks that are `wrong`, also of pinned ones and of those behind them.
+
+        Raises the errors of `CacheService.Clear`.
+        """
         if known := self._operations.repeated(request):
             return known
         if request.tier:
             check_tier(self._registry.instances, request.tier, "tier")
         drops = await self._drops(request)
+        for drop in drops:
+            drop.order.wrong = wrong
         if known := self._operations.repeated(request):  # started meanwhile
             return known
         instance_ids = self._instance_ids(request)

@@ -196,6 +196,8 @@ def reported_stats(message: pb.InstanceStats) -> ReportedStats:
         load_seconds=message.load_duration.ToNanoseconds() / 1e9,
         avoided_prefill_seconds=message.avoided_prefill_duration.ToNanoseconds() / 1e9,
         traffic=tuple(ReportedTraffic(**_values(peer)) for peer in message.traffic),
+        wrong_chunks=message.wrong_chunks,
+        stopped_models=tuple(message.stopped_models),
     )
 
 
@@ -208,6 +210,8 @@ def stats_message(stats: ReportedStats) -> pb.InstanceStats:
         evicted_chunks=stats.evicted_chunks,
         load_count=stats.load_count,
         traffic=[pb.PeerTraffic(**asdict(peer)) for peer in stats.traffic],
+        wrong_chunks=stats.wrong_chunks,
+        stopped_models=stats.stopped_models,
     )
     if stats.load_count:
         message.load_duration.FromNanoseconds(round(stats.load_seconds * 1e9))

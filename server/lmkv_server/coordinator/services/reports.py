@@ -12,8 +12,10 @@ from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
 from lmkv.errors import LmkvError, ResyncRequired
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.internal.v1 import report_service_pb2_grpc as pb_grpc
+from lmkv.keys import KEY_BYTES
 from lmkv.telemetry.logs import LimitedLogger
 from lmkv_server.coordinator.layout_store.layout_store import LayoutStore, NoSharedStore
+from lmkv_server.coordinator.operations.clears import Clears
 from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.registry.registry import Registry, ReportStream
 from lmkv_server.coordinator.services.registry import check_quota, check_report, reported_pins, set_state
@@ -94,7 +96,10 @@ class ReportService(pb_grpc.ReportServiceServicer):
         orders: PendingOrders,
         authenticator: Authenticator = OPEN_AUTHENTICATOR,
         layout_store: LayoutStore | None = None,
+        clears: Clears | None = None,
     ) -> None:
+        """`clears` drop chunks that instances report as wrong; None: nothing does."""
+        self._clears = clears
         self._registry = registry
         self._orders = orders
         self._authenticator = authenticator
@@ -147,6 +152,8 @@ class ReportService(pb_grpc.ReportServiceServicer):
                     await self._layout_store.wait_for_room()
                 self.report_count += 1
                 self._apply_state(report)
+                if report.wrong_keys:
+                    await self._clear_wrong(report)
                 outbox.acknowledge(stream.sequence, report)
         except LmkvError as error:
             if instance_id:  # empty if its first message could not be decoded
@@ -198,6 +205,22 @@ class ReportService(pb_grpc.ReportServiceServicer):
                 instance.pins = reported_pins(report.pins)
         for outcome in report.outcomes:
             self._orders.complete(report.instance_id, outcome)
+
+    async def _clear_wrong(self, report: pb.ReportRequest) -> None:
+        """Has all instances drop chunks that an audit at one of them has found wrong."""
+        if self._clears is None:
+            return
+        try:
+            operation = await self._clears.start_wrong(report.wrong_keys)
+        except LmkvError as error:
+            logger.error("cannot clear wrong chunks of instance %s: %s", report.instance_id, error)
+        else:
+            logger.warning(
+                "an audit at instance %s has found a wrong chunk; %s drops %d keys at all instances",
+                report.instance_id,
+                operation.name,
+                len(report.wrong_keys) // KEY_BYTES,
+            )
 
     def _charge(self, report: pb.ReportRequest) -> None:
         """Charges the budget for what a report makes this coordinator store. Raises `Full`."""

@@ -69,7 +69,7 @@ class Services:
         self.lookups = LookupAnswers(self.core, selector)
         self.cache = CacheService(selector, self.lookups, self.fleet_operations, self.watch)
         self.registry = RegistryService(self.core, authenticator, layout_store)
-        self.reports = ReportService(self.core, orders, authenticator, layout_store)
+        self.reports = ReportService(self.core, orders, authenticator, layout_store, self.fleet_operations.clears)
         self.node_lookups = LookupService(self.core, selector, self.lookups)
         self._shared_operations = SharedOperations(
             self.fleet_operations.table,

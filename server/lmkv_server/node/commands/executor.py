@@ -239,7 +239,7 @@ class OrderExecutor:
         return spec if self._engines.take_over(spec) else None
 
     async def drop(self, order: pb.DropOrder, progress: OrderProgress) -> None:
-        """Drops the chunks that the order selects, in every tier unless it names one; pinned chunks stay.
+        """Drops the chunks that the order selects, in every tier unless it names one; pinned chunks stay unless wrong.
 
         A pin keeps a chunk in memory only: an order that names a deeper tier drops it there. Chunks in the remote tier
         are dropped for all instances that share it. Raises `BadMessage`, `BadChunkKey`, `TierUnsupported`, and
@@ -252,7 +252,10 @@ class OrderExecutor:
         in_memory = everywhere or not tiers
         if in_memory:
             check_tier(order.tier)
-        named = self._without_arrived(order, list(dict.fromkeys(order_keys(order.chunk_keys))), progress)
+        keys = list(dict.fromkeys(order_keys(order.chunk_keys)))
+        if order.wrong:
+            keys = self._with_those_behind(keys)
+        named = self._without_arrived(order, keys, progress)
         if order.chunk_keys and not named:
             return
         for tier in tiers:
@@ -266,6 +269,21 @@ class OrderExecutor:
                 dropped = await tier.drop(self._selection(order, named))
                 if not everywhere:
                     progress.count_dropped(dropped)
+
+    def _with_those_behind(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """The keys, and those of all chunks in memory and on disk that are behind these in their prompts."""
+        children: dict[ChunkKey, list[ChunkKey]] = {}
+        for tier in (self._tier, *self._tiers):
+            for chunk in tier if isinstance(tier, Iterable) else ():
+                if chunk.parent is not None:
+                    children.setdefault(chunk.parent, []).append(chunk.key)
+        found = dict.fromkeys(keys)
+        waiting = list(keys)
+        while waiting:
+            behind = [key for key in children.get(waiting.pop(), ()) if key not in found]
+            found |= dict.fromkeys(behind)
+            waiting += behind
+        return list(found)
 
     def _without_arrived(self, order: pb.DropOrder, named: list[ChunkKey], progress: OrderProgress) -> list[ChunkKey]:
         """The named chunks without those that have arrived since the order's `fetch_serial`, which fail."""
@@ -282,7 +300,7 @@ class OrderExecutor:
             keys=named,
             fingerprint=order.fingerprint,
             specs=[spec.fingerprint for spec in self._engines.specs],
-            kept={chunk.key for chunk in self._tier if chunk.pins} if everywhere else (),
+            kept={chunk.key for chunk in self._tier if chunk.pins} if everywhere and not order.wrong else (),
             counted={chunk.key for chunk in self._tier} if everywhere else (),
             dry_run=order.dry_run,
         )
@@ -297,12 +315,13 @@ class OrderExecutor:
                 staying = set(self._without_arrived(order, [chunk.key for chunk in batch], progress))
                 batch = [chunk for chunk in batch if chunk.key in staying]
             selected = [chunk for chunk in batch if order.fingerprint in (b"", chunk.fingerprint)]
-            free = [chunk for chunk in selected if not chunk.pins]
+            free = [chunk for chunk in selected if not chunk.pins or order.wrong]
             if named:
                 pinned = ChunkPinned("it is pinned; unpin it first")
-                progress.failures.update((chunk.key, pinned) for chunk in selected if chunk.pins)
+                progress.failures.update((chunk.key, pinned) for chunk in selected if chunk not in free)
             if not order.dry_run:
-                self._tier.drop([chunk.key for chunk in free], MissReason.DROPPED if named else MissReason.CLEARED)
+                reason = MissReason.DAMAGED if order.wrong else MissReason.DROPPED if named else MissReason.CLEARED
+                self._tier.drop([chunk.key for chunk in free], reason)
             progress.count(free, kept_count=len(selected) - len(free))
 
     async def explain(self, order: pb.ExplainOrder, progress: OrderProgress) -> None:

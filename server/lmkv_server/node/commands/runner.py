@@ -155,6 +155,12 @@ class OrderRunner:
             listed.expire_time.FromNanoseconds(round((pin.expire_at + clock_offset) * 1e9))
         return pins
 
+    async def drop(self, order: pb.DropOrder) -> int:
+        """Carries out an order of this node itself; returns the number of chunks. Raises as `OrderExecutor.drop`."""
+        progress = OrderProgress()
+        await self._executor.drop(order, progress)
+        return progress.outcome("", None).chunk_count
+
     def start(self, order: pb.Order, coordinator: str) -> None:
         """Starts an order unless it is a repeat. Never raises: an error is the order's outcome."""
         with telemetry.bound(order_id=order.order_id):  # adds the id to log records

@@ -17,6 +17,7 @@ from lmkv.spec import KvSpec
 from lmkv.tiers import INSTANCE_TIERS
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1 import engine_service_pb2_grpc, registry_service_pb2
+from lmkv_server.node.audits import Audits
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.engines.explainer import PromptExplainer
 from lmkv_server.node.engines.lookups import LookupCounters
@@ -43,6 +44,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         sessions: EngineSessions,
         stack: TierStack,
         hints: HintExecutor,
+        audits: Audits,
         senders: HandoffSenders | None = None,
     ) -> None:
         """`senders` are the handoffs from this node; None without peers."""
@@ -57,6 +59,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             senders=senders,
             counters=self.lookups,
             explainer=self.explainer,
+            audits=audits,
         )
         self._host = host
         self._sessions = sessions

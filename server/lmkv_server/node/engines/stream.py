@@ -20,6 +20,7 @@ from lmkv.rpc.messages import to_proto
 from lmkv.spec import MAX_SERVED_MODELS, KvSpec, ServedModel
 from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_server.node.audits import Audits
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.engines.explainer import PromptExplainer
 from lmkv_server.node.engines.lookups import EngineLoads, EngineLookups, LookupCounters
@@ -189,6 +190,7 @@ class EngineContext:
     """The handoffs from this node; None without peers."""
     counters: LookupCounters
     explainer: PromptExplainer
+    audits: Audits
 
     def serve(self, session: EngineSession, messages: Sequence[chunk_pb2.ServedModel]) -> None:
         """Registers further names under which an engine serves. Raises `BadKvSpec`."""
@@ -251,6 +253,7 @@ class EngineStream:
             "change_weights": self._change_weights,
             "report": context.explainer.note,
             "hint": self._hints.hint,
+            "audited": self._audited,
         }
         """Carries out each kind of act but `hello`."""
 
@@ -299,7 +302,10 @@ class EngineStream:
 
     def _commit_all(self, commits: pb.CommitChunks) -> None:
         for commit in commits.chunks:
-            self._commit(commit)
+            if self.fingerprint in self._stack.stopped:
+                self._return_credits(pb.ReturnCredits(offsets=[commit.offset]))
+            else:
+                self._commit(commit)
 
     def _commit(self, commit: pb.CommitChunk) -> None:
         key = _key(commit.chunk_key, "chunk_key")
@@ -324,6 +330,9 @@ class EngineStream:
     def _drop_damaged(self, damaged: pb.DropDamagedChunks) -> None:
         dropped_count = self._stack.tier.drop(split_keys(damaged.chunk_keys), MissReason.DAMAGED)
         logger.warning("engine %s found %d chunks damaged; they are dropped", self._session.engine_id, dropped_count)
+
+    def _audited(self, audited: pb.AuditedChunks) -> None:
+        self._context.audits.note(self._session.spec, audited.chunk_count, split_keys(audited.wrong_keys))
 
     def _return_credits(self, returned: pb.ReturnCredits) -> None:
         for offset in returned.offsets:

@@ -203,6 +203,10 @@ class FleetMembership:
         for session in self.sessions:
             session.refresh()
 
+    def report_wrong(self, keys: Sequence[ChunkKey]) -> bool:
+        """Has one coordinator order all instances to drop these chunks; False if none is connected."""
+        return any(session.report_wrong(keys) for session in self._sessions.values() if session.connected)
+
     # --- Lookups -------------------------------------------------------------------------------------------------
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -12,13 +13,15 @@ import grpc
 from lmkv import rpc
 from lmkv.errors import LmkvError, ResyncRequired, Unreachable
 from lmkv.internal.v1 import report_service_pb2 as pb
-from lmkv.keys import ChunkKey
+from lmkv.keys import ChunkKey, join_keys
 from lmkv.tiers import INSTANCE_TIERS
 from lmkv_server.node.fleet.registration import FleetContext, InstanceLease
 from lmkv_server.node.fleet.reports import ChunkChanges, HeldChunk, outcome_reports
 
 FLUSH_SECONDS = 0.005
 """Delay after the first change, to report several together."""
+MAX_WRONG_KEYS = 16_384
+"""Most wrong chunks in one report."""
 
 
 class ReportingSession(Protocol):
@@ -57,6 +60,7 @@ class ReportStream:
         self._registration_is_outdated = False
         self._sent_outcomes: dict[str, int] = {}  # order id: sequence of the report that carries its outcome
         self._sent_pins_revision = -1
+        self._wrong_keys: list[ChunkKey] = []
         self._wake = asyncio.Event()
         self._is_over = asyncio.Event()
         self._sequence = 0
@@ -73,6 +77,11 @@ class ReportStream:
         if self._changes is not None:
             self._changes.evicted(tier, fingerprint, key)
             self._wake.set()
+
+    def report_wrong(self, keys: Sequence[ChunkKey]) -> None:
+        """Reports chunks that all instances are to drop."""
+        self._wrong_keys += keys
+        self._wake.set()
 
     def refresh(self) -> None:
         """Registers again before anything else is reported."""
@@ -140,6 +149,9 @@ class ReportStream:
             if self._sent_pins_revision != self._orders.pins.revision:
                 reports.append(pb.ReportRequest(pins=self._orders.pin_list()))
                 self._sent_pins_revision = self._orders.pins.revision
+            while self._wrong_keys:
+                keys, self._wrong_keys = self._wrong_keys[:MAX_WRONG_KEYS], self._wrong_keys[MAX_WRONG_KEYS:]
+                reports.append(pb.ReportRequest(wrong_keys=join_keys(keys)))
             # Outcomes follow the changes that their orders made, so that the coordinator has those first.
             unacknowledged = self._orders.unacknowledged(self._session.coordinator_address)
             reports += outcome_reports(one for one in unacknowledged if one.order_id not in self._sent_outcomes)

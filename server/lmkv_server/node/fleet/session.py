@@ -142,6 +142,12 @@ class CoordinatorSession:
         if self._stream is not None:
             self._stream.evicted(tier, fingerprint, key)
 
+    def report_wrong(self, keys: Sequence[ChunkKey]) -> bool:
+        """Reports wrong chunks, which all instances are to drop; False if the coordinator is not connected."""
+        if self._stream is not None:
+            self._stream.report_wrong(keys)
+        return self._stream is not None
+
     @property
     def state(self) -> SessionState:
         """The part of the session that the roles of streams depend on."""

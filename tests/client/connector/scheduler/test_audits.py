@@ -115,6 +115,9 @@ def test_a_wrong_chunk_is_suspect_first_and_wrong_when_it_differs_again(make_eng
     assert outcomes(engine) == {"suspect": 1}
     assert serve_again(engine, "b") == COLD + 2, "the second audit loads nothing"
     assert outcomes(engine) == {"suspect": 1, "equal": 2, "wrong": 1}
+    reported = [audited for audited in engine.node.audits if audited.wrong_keys]
+    assert [audited.wrong_keys for audited in reported] == [list(engine.node.chunks)[FULL_COUNT - 1]]
+    assert sum(audited.chunk_count for audited in engine.node.audits) == 4
     engine.check_nothing_is_left()
 
 

@@ -469,7 +469,9 @@ def test_usage_and_statistics_are_kept_until_a_report_carries_others() -> None:
 def test_every_number_of_the_statistics_is_kept() -> None:
     message = pb.InstanceStats(traffic=[pb.PeerTraffic(instance_id="b", chunk_count=1, transferred_bytes=7)])
     for number, field in enumerate(message.DESCRIPTOR.fields, 1):
-        if field.message_type is None:
+        if field.name == "stopped_models":
+            message.stopped_models.append("m")
+        elif field.message_type is None:
             setattr(message, field.name, number)
         elif field.message_type.name == "Duration":
             getattr(message, field.name).FromMilliseconds(1250 * number)

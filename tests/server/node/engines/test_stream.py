@@ -6,6 +6,7 @@ import asyncio
 from typing import cast
 
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_server.node.audits import Audits
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.engines.explainer import PromptExplainer
 from lmkv_server.node.engines.lookups import LookupCounters
@@ -27,6 +28,7 @@ def make_stream() -> EngineStream:
         senders=None,
         counters=LookupCounters(),
         explainer=PromptExplainer(sessions, stack, 0),
+        audits=cast(Audits, None),
     )
     return EngineStream(context, sessions.attach("engine", small_spec()))
 
