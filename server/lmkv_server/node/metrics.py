@@ -139,7 +139,9 @@ class NodeMetrics(Scraped):
     def _serving(self) -> Iterator[Metric]:
         yield self.gauge("engines", "Engines attached.", self._node.engines.attached_count)
         audits = self._node.audits
-        yield self.counter("wrong_chunks", "Chunks that engines have computed again and found wrong.", audits.wrong_count)
+        yield self.counter(
+            "wrong_chunks", "Chunks that engines have computed again and found wrong.", audits.wrong_count
+        )
         yield self.gauge(
             "stopped_specs",
             "Specs of which nothing is stored or found any more, because too many chunks were wrong.",

@@ -57,12 +57,16 @@ TOLERANCES: Mapping[str, tuple[LayerError, LayerError]] = {
 """The least and the greatest tolerance by KV dtype; the greatest one holds at first. Wrong KV has errors of 0.5 and
 more, rounding in the last layers of a model errors of some hundredths in bfloat16."""
 
+LOSSY = LayerError(0.4, 1.5)
+"""The tolerance of engines that accept rounded chunks: `int4` has errors of 0.1 to 0.2."""
+
 
 class Tolerance:
     """The largest errors that are taken for rounding: a multiple of the median of those that were seen."""
 
-    def __init__(self, dtype: str) -> None:
-        self._least, self._most = TOLERANCES[dtype]
+    def __init__(self, dtype: str, *, is_lossy: bool = False) -> None:
+        """`is_lossy`: chunks may have been rounded by codecs, or follow such chunks."""
+        self._least, self._most = (LOSSY, LOSSY) if is_lossy else TOLERANCES[dtype]
         self._honest: deque[LayerError] = deque(maxlen=MAX_HONEST)
 
     @property
@@ -104,7 +108,9 @@ class Audits:
         self._is_whole = items_of(spec).all_or_none
         """Whether hits are loaded as a whole or not at all."""
         self._tolerances = {
-            index: Tolerance(part.kv_dtype) for index, part in enumerate(spec.parts) if part.kv_dtype in TOLERANCES
+            index: Tolerance(part.kv_dtype, is_lossy=spec.accepts_lossy)
+            for index, part in enumerate(spec.parts)
+            if part.kv_dtype in TOLERANCES
         }
         """By part; other parts are not audited."""
         self._suspects: OrderedDict[ChunkKey, Suspicion] = OrderedDict()

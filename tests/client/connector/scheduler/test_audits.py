@@ -166,3 +166,11 @@ def test_the_tolerance_follows_from_honest_errors() -> None:
     assert not tolerance.covers(LayerError(0.15, 0.1))
     assert not tolerance.covers(LayerError(0.003, 0.4))
     assert tolerance.covers(LayerError(0.02, 0.2))
+
+
+def test_chunks_that_codecs_may_have_rounded_are_tolerated_however_exact_others_are() -> None:
+    tolerance = Tolerance("float32", is_lossy=True)
+    for _ in range(MIN_HONEST):
+        assert tolerance.covers(LayerError(0.0, 0.0))
+    assert tolerance.covers(LayerError(0.2, 0.3))
+    assert not tolerance.covers(LayerError(0.7, 2.0))
