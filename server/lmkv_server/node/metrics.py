@@ -140,7 +140,7 @@ class NodeMetrics(Scraped):
         yield self.gauge("engines", "Engines attached.", self._node.engines.attached_count)
         audits = self._node.audits
         yield self.counter(
-            "wrong_chunks", "Chunks that engines have computed again and found wrong.", audits.wrong_count
+            "wrong_chunks", "Chunks that engines have computed twice and found wrong.", audits.wrong_count
         )
         yield self.gauge(
             "stopped_specs",

@@ -87,9 +87,10 @@ async def test_a_spec_with_too_many_wrong_chunks_is_not_served(runtime_dir: Path
         assert finding.text.startswith(f"a neither stores nor finds chunks of {engine.spec.model_name}")
 
 
-async def health(http: httpx.AsyncClient) -> object:
+async def health(http: httpx.AsyncClient) -> dict[str, str]:
     """The answer of the coordinator's `/healthz`; it has a node's statistics from its heartbeats."""
-    return (await http.get("/healthz")).json()
+    answer: dict[str, str] = (await http.get("/healthz")).json()
+    return answer
 
 
 def test_few_wrong_chunks_among_many_do_not_open_the_breaker() -> None:
