@@ -231,11 +231,14 @@ class Session(Generic[L]):
         """The seconds that a lookup is worth which may save computing this number of tokens."""
         return worth_seconds(token_count, self.prefill.tokens_per_second, self._config.max_lookup_timeout)
 
-    def computing_seconds(self, request_id: str, token_count: int) -> float:
-        """The seconds until the engine, which computes the prompts that came before first, would have computed this
-        number of the request's tokens; 0 if its rate is not known."""
-        rate = self.prefill.tokens_per_second
-        return (self.queue.tokens_before(request_id) + token_count) / rate if rate else 0.0
+    def computing_seconds(self, request_id: str, token_count: int, now: float) -> float:
+        """The seconds that computing this number of the request's tokens costs it and others; 0 if not known."""
+        return self.queue.seconds(request_id, token_count, self.prefill.tokens_per_second, now)
+
+    def computing_rate(self, request_id: str, token_count: int, now: float) -> int:
+        """The tokens per second at which an engine without other requests would be as long; 0 if not known."""
+        seconds = self.computing_seconds(request_id, token_count, now)
+        return max(1, round(token_count / seconds)) if seconds else 0
 
     def look_up(self, lookup: L, now: float, *, traceparent: str | None = "", wanted: Sequence[int] = ()) -> bool:
         """Sends a lookup with a request for as many write credits as are missing of those `wanted`, by part.

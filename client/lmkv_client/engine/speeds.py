@@ -4,6 +4,7 @@ docs/concepts/load-or-compute.md explains the choice."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 
@@ -56,17 +57,24 @@ class PrefillRate:
             self._seconds = KEPT * self._seconds + seconds
 
 
+ARRIVAL_SECONDS = 60.0
+"""Time after which a third of a request still counts as one that has come lately."""
+
+
 class PrefillQueue:
     """The tokens that requests have still to compute of their prompts, in the order in which the requests came."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, int] = {}
+        self._arrivals = 0.0
+        self._arrived_at = 0.0
 
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def add(self, request_id: str, token_count: int) -> None:
+    def add(self, request_id: str, token_count: int, now: float) -> None:
         """A request has come; all of its prompt is to be computed until `expect` says less."""
+        self._arrivals, self._arrived_at = 1 + self._recent(now), now
         self._tokens[request_id] = token_count
 
     def expect(self, request_id: str, token_count: int) -> None:
@@ -88,14 +96,32 @@ class PrefillQueue:
         """The request is over."""
         self._tokens.pop(request_id, None)
 
-    def tokens_before(self, request_id: str) -> int:
-        """Tokens of the requests that came before this one; of all, if it is not known."""
-        ahead = 0
+    def seconds(self, request_id: str, token_count: int, tokens_per_second: int, now: float) -> float:
+        """The seconds that computing this number of a request's tokens costs; 0 if the rate is not known.
+
+        Until the engine has computed the prompts that came before and these tokens; and for each request that waits
+        behind, or comes meanwhile if as many come as lately, the time that these tokens take. To load costs those
+        nothing: the engine computes them meanwhile. A request that is not known is behind all others.
+        """
+        if not tokens_per_second:
+            return 0.0
+        before = behind = 0
+        is_before = True
         for other, count in self._tokens.items():
             if other == request_id:
-                break
-            ahead += count
-        return ahead
+                is_before = False
+            elif is_before:
+                before += count
+            else:
+                behind += 1
+        own_seconds = (before + token_count) / tokens_per_second
+        others = max(0.0, self._recent(now) - (not is_before))
+        delayed = behind + own_seconds * others / ARRIVAL_SECONDS
+        return own_seconds + delayed * token_count / tokens_per_second
+
+    def _recent(self, now: float) -> float:
+        """Requests that have come lately, each the less, the longer ago that was."""
+        return self._arrivals * math.exp((self._arrived_at - now) / ARRIVAL_SECONDS)
 
 
 def seconds_left(waited_seconds: float, arrived_count: int, missing_count: int) -> float:
@@ -107,10 +133,10 @@ def seconds_left(waited_seconds: float, arrived_count: int, missing_count: int) 
 
 
 def is_too_late(waited_seconds: float, arrived_count: int, missing_count: int, computing_seconds: float) -> bool:
-    """Whether computing the missing tokens now, in `computing_seconds`, is faster than to wait for them.
+    """Whether computing the missing tokens now, which costs `computing_seconds`, is better than to wait for them.
 
     Only after a wait as long as that: so a load that is judged too early costs nothing, and one that hangs costs no
-    more than twice what computing takes.
+    more than twice what computing costs.
     """
     left = seconds_left(waited_seconds, arrived_count, missing_count)
     return waited_seconds >= computing_seconds and left > computing_seconds

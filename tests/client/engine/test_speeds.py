@@ -209,23 +209,56 @@ def test_loads_of_nearly_one_size_are_taken_for_proportional() -> None:
 # ---- what prompts wait for
 
 
-def test_a_prompt_waits_for_those_that_came_before_it_until_their_turn() -> None:
+LATER = 1e6
+"""Long after the last request has come."""
+
+
+def queued(*counts: int) -> PrefillQueue:
+    """Requests `a`, `b`, ..., all at time 0."""
     queue = PrefillQueue()
-    for request_id, count in (("a", 1000), ("b", 500), ("c", 200)):
-        queue.add(request_id, count)
-    assert [queue.tokens_before(request_id) for request_id in ("a", "b", "c", "new")] == [0, 1000, 1500, 1700]
+    for request_id, count in zip("abcd", counts, strict=False):
+        queue.add(request_id, count, 0.0)
+    return queue
+
+
+def before(queue: PrefillQueue, request_id: str) -> float:
+    """The tokens that a request waits for."""
+    return queue.seconds(request_id, 0, 1, LATER)
+
+
+def test_a_prompt_waits_for_those_that_came_before_it_until_their_turn() -> None:
+    queue = queued(1000, 500, 200)
+    assert [before(queue, request_id) for request_id in ("a", "b", "c", "new")] == [0, 1000, 1500, 1700]
     queue.expect("b", 100)  # the rest of it is held
-    assert queue.tokens_before("c") == 1100
+    assert before(queue, "c") == 1100
     queue.planned({"a": 600})  # the rest of it is for another step
-    assert queue.tokens_before("b") == 400
+    assert before(queue, "b") == 400
     queue.planned({"a": 400, "b": 100})
-    assert queue.tokens_before("c") == 0
+    assert before(queue, "c") == 0
     queue.remove("c")
     assert len(queue) == 0
     queue.expect("gone", 5)
     queue.planned({"gone": 5})
     queue.remove("gone")
     assert len(queue) == 0
+
+
+def test_what_is_computed_costs_those_that_wait_behind() -> None:
+    queue = queued(1000, 500, 200)
+    assert queue.seconds("c", 200, 100, LATER) == pytest.approx(17)
+    assert queue.seconds("b", 500, 100, LATER) == pytest.approx(15 + 5)
+    assert queue.seconds("a", 1000, 100, LATER) == pytest.approx(10 + 2 * 10)
+    assert queue.seconds("a", 1000, 0, LATER) == 0, "the rate is not known"
+
+
+def test_what_is_computed_costs_those_that_come_meanwhile_if_as_many_come_as_lately() -> None:
+    queue = PrefillQueue()
+    for number in range(600):  # one a second
+        queue.add(str(number), 100, float(number))
+        queue.remove(str(number))
+    assert queue.seconds("a", 1000, 1000, 600.0) == pytest.approx(1 + 1, rel=0.05)
+    assert queue.seconds("a", 4000, 1000, 600.0) == pytest.approx(4 + 4 * 4, rel=0.05)
+    assert queue.seconds("a", 1000, 1000, 900.0) == pytest.approx(1, rel=0.05)
 
 
 @pytest.mark.parametrize(

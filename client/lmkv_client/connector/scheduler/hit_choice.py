@@ -125,8 +125,7 @@ class HitChoice:
         """The end of what is faster to load than to compute; `here` is the end of what is in the own pool."""
         choice = state.lookup.choice
         if choice is None or (choice.computed_count, choice.hit_tokens) != (computed_count, hit):
-            rate = self._session.prefill.tokens_per_second
-            count = self._loads.costs.choose(here - computed_count, hit - here, rate)
+            count = self._loads.choose(state, here - computed_count, hit - here)
             self._session.counters.add("refused_fetch_tokens", hit - computed_count - count)
             choice = FetchChoice(computed_count=computed_count, hit_tokens=hit, loaded_count=count)
             state.lookup.choice = choice

@@ -193,6 +193,11 @@ class Loads:
         """The running load of a request, if any."""
         return self._load_states.get(request_id)
 
+    def choose(self, state: RequestState, own_count: int, fetched_count: int) -> int:
+        """Tokens to load of a hit whose first `own_count` are in the pool and whose others are to be fetched."""
+        rate = self._session.computing_rate(state.request_id, own_count + fetched_count, self._clock())
+        return self.costs.choose(own_count, fetched_count, rate)
+
     def begin(self, state: RequestState, token_count: int, block_ids: BlockIds) -> None:
         """Begins to load `token_count` tokens, behind those that vLLM has computed, into the pages of the request."""
         lookup, start = state.lookup, state.computed_count
@@ -286,7 +291,7 @@ class Loads:
         if not self._config.refuse_slow_fetches or load_state.sync or lookup.handoff_id:
             return False
         missing_count = load_state.token_count - load_state.arrived_tokens
-        seconds = self._session.computing_seconds(load_state.request_id, missing_count)
+        seconds = self._session.computing_seconds(load_state.request_id, missing_count, now)
         waited_seconds = now - load_state.started_at
         return seconds > 0 and is_too_late(waited_seconds, load_state.arrived_tokens, missing_count, seconds)
 

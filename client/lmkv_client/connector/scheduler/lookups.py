@@ -58,12 +58,11 @@ class RequestLookups:
             state.traceparent = state.traceparent or lookup.span.traceparent
 
     def _tokens_per_second(self, state: RequestState) -> int:
-        """The rate at which the engine would compute the prompt, the wait for the prompts before it included: what is
-        loaded meanwhile is free. 0 if that is not known, or does not matter."""
-        seconds = self._session.computing_seconds(state.request_id, state.token_count)
-        if not seconds or not self._config.refuse_slow_fetches:
+        """The rate at which the engine would compute the prompt, the wait for the prompts before it and of those behind
+        it included: what is loaded meanwhile is free. 0 if that is not known, or does not matter."""
+        if not self._config.refuse_slow_fetches:
             return 0
-        return max(1, round(state.token_count / seconds))
+        return self._session.computing_rate(state.request_id, state.token_count, self._clock())
 
     def postpone(self, state: RequestState) -> None:
         """Has the request wait for a lookup that `start` sends later."""
@@ -128,7 +127,7 @@ class RequestLookups:
             return 0
         held_count = len(lookup.chunks)
         absent_count = lookup.tokens_in(held_count + lookup.absent_count) - lookup.tokens_in(held_count)
-        seconds = self._session.computing_seconds(state.request_id, absent_count)
+        seconds = self._session.computing_seconds(state.request_id, absent_count, now)
         is_late = seconds > 0 and is_too_late(now - lookup.found_at, 0, absent_count, seconds)
         return absent_count if is_late else 0
 

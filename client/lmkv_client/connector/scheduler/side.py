@@ -128,7 +128,7 @@ class SchedulerSide:
         if request.mm_features:
             self._follow_media()
         if state is None:
-            self._session.queue.add(request.request_id, request.num_tokens)
+            self._session.queue.add(request.request_id, request.num_tokens, self._clock())
             account = PromptAccount(request.num_tokens, self._session.spec.chunk_size)
             account.take(0, {})
             self._session.accounts.close(request.request_id, account)
@@ -138,7 +138,7 @@ class SchedulerSide:
             self._events.follow(request, state.chain.keys[: state.full_count])
         if not request.skip_reading_prefix_cache:
             self._look_up(state)
-        self._session.queue.add(request.request_id, state.token_count)
+        self._session.queue.add(request.request_id, state.token_count, self._clock())
         return state
 
     def _follow_media(self) -> None:

@@ -89,7 +89,7 @@ def test_a_release_reports_how_long_the_load_took_and_computing_would_have_taken
     engine.node.fetches_at_once = False
     engine.add("a", PROMPT)
     until(engine, lambda: bool(engine.node.fetches))
-    rate = engine.node.lookups[-1].prefill_tokens_per_second
+    rate = engine.side._session.prefill.tokens_per_second
     engine.clock.now += 0.5
     engine.node.deliver()
     engine.run("a")
@@ -314,7 +314,7 @@ def test_a_fetch_that_is_silent_for_as_long_as_computing_takes_is_abandoned_and_
     make_engine: MakeEngine, asynchronous: bool
 ) -> None:
     engine = waiting(with_peer(make_engine(enable_async_loading=asynchronous, refuse_slow_fetches=True)))
-    computing = engine.side._session.computing_seconds("a", 3 * CHUNK)
+    computing = engine.side._session.computing_seconds("a", 3 * CHUNK, engine.clock.now)
     assert 0 < computing < engine.side._lookups._config.load_timeout / 4
     engine.clock.now += 0.9 * computing
     engine.step()
@@ -338,7 +338,7 @@ def test_of_a_load_that_becomes_slow_what_has_arrived_is_used(make_engine: MakeE
     engine = waiting(with_peer(make_engine(refuse_slow_fetches=True)))
     engine.node.deliver(1, done=False)
     engine.step()
-    engine.clock.now += 3 * engine.side._session.computing_seconds("a", 3 * CHUNK)
+    engine.clock.now += 3 * engine.side._session.computing_seconds("a", 3 * CHUNK, engine.clock.now)
     engine.run("a")
     engine.check_answer("a")
     assert engine.scheduled_tokens["a"] == COLD - CHUNK
@@ -349,14 +349,33 @@ def test_of_a_load_that_becomes_slow_what_has_arrived_is_used(make_engine: MakeE
 
 def test_a_load_waits_while_the_engine_would_compute_other_prompts_first(make_engine: MakeEngine) -> None:
     engine = waiting(with_peer(make_engine(refuse_slow_fetches=True)))
-    engine.clock.now += 1.5 * engine.side._session.computing_seconds("a", 3 * CHUNK)
+    engine.clock.now += 1.5 * engine.side._session.computing_seconds("a", 3 * CHUNK, engine.clock.now)
     queue = engine.side._session.queue
     own = queue._tokens.pop("a")
-    queue.add("before", 100 * CHUNK)
-    queue.add("a", own)
+    queue.add("before", 100 * CHUNK, engine.clock.now)
+    queue.add("a", own, engine.clock.now)
     engine.step()
     assert engine.count("abandoned_tokens") == 0
     queue.remove("before")
+    engine.run("a")
+    engine.check_answer("a")
+    assert engine.count("abandoned_tokens") == 3 * CHUNK
+    engine.check_nothing_is_left()
+
+
+def test_a_load_that_is_a_little_slower_than_computing_waits_while_others_wait_for_the_engine(
+    make_engine: MakeEngine,
+) -> None:
+    engine = waiting(with_peer(make_engine(refuse_slow_fetches=True)))
+    queue = engine.side._session.queue
+    for number in range(3):
+        queue.add(f"behind-{number}", CHUNK, engine.clock.now)
+    alone = 3 * CHUNK / engine.side._session.prefill.tokens_per_second
+    engine.clock.now += 2 * alone
+    engine.step()
+    assert engine.count("abandoned_tokens") == 0
+    for number in range(3):
+        queue.remove(f"behind-{number}")
     engine.run("a")
     engine.check_answer("a")
     assert engine.count("abandoned_tokens") == 3 * CHUNK
