@@ -1,4 +1,4 @@
-"""A TCP connection to a local port whose answers take their time, as over a long way or from a busy server."""
+"""A TCP connection to a local port with slow answers, as over a long way or a slow link, or from a busy server."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ class SlowWire:
     def __init__(self, port: int, seconds: float = 0.0) -> None:
         self.seconds = seconds
         """May be changed at any time; what is on its way arrives as it would have."""
+        self.bytes_per_second = float("inf")
+        """Of all answers together. May be changed at any time."""
+        self._free_at = 0.0
+        self._lock = threading.Lock()
         self._port = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -85,8 +89,14 @@ class SlowWire:
         with suppress(OSError):
             while True:
                 due, data = late.get()
-                self._is_over.wait(max(0.0, due - time.monotonic()))
+                self._is_over.wait(max(0.0, self._take_turn(due, len(data)) - time.monotonic()))
                 if not data:
                     client.shutdown(socket.SHUT_RDWR)
                     return
                 client.sendall(data)
+
+    def _take_turn(self, due: float, size_bytes: int) -> float:
+        """When an answer has passed behind those before it."""
+        with self._lock:
+            self._free_at = max(self._free_at, due) + size_bytes / self.bytes_per_second
+            return self._free_at

@@ -88,8 +88,8 @@ conversations hardly rises; with 4, nearly as many tokens hit as without regard 
 REQUEST_TOKENS = 64
 """A request in flight counts as this number of queued tokens: it shares the steps of a prompt while it decodes."""
 TURNOVER_EXPONENT = 0.25
-"""How much more memory a token costs where more tokens were computed lately. Without it faster engines get more prompts
-than they can remember, while slower ones hold what nobody asks for; with more, slow ones get more than they compute."""
+"""How much more memory a token costs where more tokens were computed lately. Without it faster engines get more
+prompts than they can remember, while others hold what is not asked for; with more, slow ones get too many."""
 TURNOVER_TOKENS = 20_000
 """Added to the tokens of each engine, so that the first prompts do not decide."""
 
