@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Protocol, Self, TypedDict, Unpack
 
 from lmkv.errors import LmkvError, Unreachable
 from lmkv.keys import ChunkKey
@@ -147,6 +147,19 @@ class FoundHolders:
     """Whether a coordinator that has all snapshots answered, or each that was asked; if not, others may hold more."""
 
 
+class LookupFields(TypedDict, total=False):
+    """Further fields of a lookup, as those of `lmkv.internal.v1.LookupRequest`."""
+
+    fingerprint: bytes
+    """Finds instances that hold what a hit needs of the spec's chunks, the longest hit first."""
+    parent_key: bytes
+    """The key of the chunk before the first: finds also the lengths of partial chunks behind the longest run."""
+    any_key: bool
+    """Finds instances that hold the first key that any of them holds."""
+    prefix_digests: bytes
+    """With `any_key`: finds also a chunk that has more of the prompt."""
+
+
 class Coordinators(Protocol):
     """Finds the instances that hold chunks: `FleetMembership`."""
 
@@ -162,23 +175,9 @@ class Coordinators(Protocol):
         """Whether there are any."""
 
     async def lookup(
-        self,
-        keys: Sequence[ChunkKey],
-        deadline_seconds: float,
-        /,
-        *,
-        fingerprint: bytes = b"",
-        parent_key: bytes = b"",
-        any_key: bool = False,
-        prefix_digests: bytes = b"",
+        self, keys: Sequence[ChunkKey], deadline_seconds: float, /, **fields: Unpack[LookupFields]
     ) -> FoundHolders:
-        """The other instances that hold the first key, longest contiguous run first; a failure is a miss.
-
-        With a `fingerprint`: those that hold what a hit needs of the spec's chunks, the longest hit first. With the key
-        of the chunk before the first: also the lengths of partial chunks behind the longest run. With `any_key`: those
-        that hold the first key that any of them holds; with `prefix_digests` also those of a chunk that has more of the
-        prompt.
-        """
+        """The other instances that hold the first key, longest contiguous run first; a failure is a miss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 from lmkv.errors import InstanceNotFound, LmkvError, Unreachable
 from lmkv.internal.v1 import lookup_service_pb2 as pb
@@ -17,6 +17,7 @@ from lmkv.runtime.patience import Silence
 from lmkv.telemetry.spans import current_ids
 from lmkv.v1 import cache_service_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv_server.node.fetch.tier import LookupFields
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class CoordinatorLookup:
         instance_id: str,
         keys: Sequence[ChunkKey],
         deadline_seconds: float,
-        **fields: Any,
+        **fields: Unpack[LookupFields],
     ) -> pb.LookupResponse | None:
         """Instances but this one that hold the chunks, as `LookupRequest` says; None if there is no answer.
 

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Self
+from typing import Self, Unpack
 
 from lmkv import rpc
 from lmkv.auth.credentials import Credentials
@@ -25,7 +25,7 @@ from lmkv.tiers import INSTANCE_TIERS
 from lmkv.v1 import cache_service_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.cache.events import CachedChunk
-from lmkv_server.node.fetch.tier import FoundHolders
+from lmkv_server.node.fetch.tier import FoundHolders, LookupFields
 from lmkv_server.node.fleet.registration import FleetContext
 from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.fleet.session import CoordinatorSession
@@ -243,25 +243,15 @@ class FleetMembership:
         return list(found.values())
 
     async def lookup(
-        self,
-        keys: Sequence[ChunkKey],
-        deadline_seconds: float,
-        /,
-        *,
-        fingerprint: bytes = b"",
-        parent_key: bytes = b"",
-        any_key: bool = False,
-        prefix_digests: bytes = b"",
+        self, keys: Sequence[ChunkKey], deadline_seconds: float, /, **fields: Unpack[LookupFields]
     ) -> FoundHolders:
         """The other instances that hold the first key, longest contiguous run first. A failure is a miss.
 
-        With a `fingerprint`: those that hold what a hit needs of the spec's chunks, the longest hit first. With a
-        `parent_key`, `any_key` and `prefix_digests`: as the fields of `lmkv.internal.v1.LookupRequest`.
         Instances without an address are left out: nothing can be fetched from them. Lookups are distributed over the
         coordinators in turn. A partial answer, from a coordinator that does not have all snapshots yet, is returned
         only if no other coordinator answers within the deadline.
         """
-        if not keys and not prefix_digests:
+        if not keys and not fields.get("prefix_digests"):
             return FoundHolders()
         best: FoundHolders | None = None
         has_failed = False
@@ -273,14 +263,7 @@ class FleetMembership:
             left = deadline - time.monotonic()
             if left <= 0 or not session.answers_within(left):
                 continue
-            found = await session.lookup(
-                keys,
-                left,
-                fingerprint=fingerprint,
-                parent_key=parent_key,
-                any_key=any_key,
-                prefix_digests=prefix_digests,
-            )
+            found = await session.lookup(keys, left, **fields)
             if found is None:
                 has_failed = True
                 continue

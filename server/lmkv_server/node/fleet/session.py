@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import grpc
 
@@ -36,6 +36,7 @@ from lmkv.keys import ChunkKey
 from lmkv.rpc.coordinator_client import CoordinatorConnection
 from lmkv.v1 import cache_service_pb2
 from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.node.fetch.tier import LookupFields
 from lmkv_server.node.fleet.lookup import CoordinatorLookup
 from lmkv_server.node.fleet.registration import (
     MAX_BUSY_DELAY_SECONDS,
@@ -196,7 +197,7 @@ class CoordinatorSession:
         return self._registrar.conflicts
 
     async def lookup(
-        self, keys: Sequence[ChunkKey], deadline_seconds: float, **fields: Any
+        self, keys: Sequence[ChunkKey], deadline_seconds: float, **fields: Unpack[LookupFields]
     ) -> lookup_service_pb2.LookupResponse | None:
         """The other instances that hold the chunks, as `FleetMembership.lookup`; None if there is no answer.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import pytest
 
@@ -10,7 +11,7 @@ from lmkv.keys import ChunkKey
 from lmkv.prompt import Hit, Items, Prompt
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk
-from lmkv_server.node.fetch.tier import FoundHolders, PeerTier
+from lmkv_server.node.fetch.tier import FoundHolders, LookupFields, PeerTier
 from lmkv_server.node.tiers.base import Needs, Presence, Progress, SecondaryTier, Selection
 from tests.server.node.cases import put
 from tests.server.node.hybrid_engine import HYBRID, PROMPT
@@ -33,23 +34,15 @@ class ScriptedCoordinators:
         return self.connected
 
     async def lookup(
-        self,
-        keys: Sequence[ChunkKey],
-        deadline_seconds: float,
-        /,
-        *,
-        fingerprint: bytes = b"",
-        parent_key: bytes = b"",
-        any_key: bool = False,
-        prefix_digests: bytes = b"",
+        self, keys: Sequence[ChunkKey], deadline_seconds: float, /, **fields: Unpack[LookupFields]
     ) -> FoundHolders:
-        assert deadline_seconds == (0.5 if any_key else 1.0)
+        assert deadline_seconds == (0.5 if fields.get("any_key") else 1.0)
         self.asked.append(list(keys))
-        self.fingerprints.append(fingerprint)
+        self.fingerprints.append(fields.get("fingerprint", b""))
         return FoundHolders(
             holders=self._holders,
             is_answered=self.answers,
-            prefix_key=KEYS[0] if any_key and prefix_digests else b"",
+            prefix_key=KEYS[0] if fields.get("any_key") and fields.get("prefix_digests") else b"",
             prefix_token_count=self._prefix_token_count,
         )
 
