@@ -31,7 +31,6 @@ def synthetic(name: str, scale: float) -> Trace:
 
 
 def trace_of(*prompts: Iterable[int]) -> Trace:
-    """Prompts of chunks of one token."""
     keys = [tuple(ChunkKey(number.to_bytes(16, "big")) for number in prompt) for prompt in prompts]
     return Trace(
         requests=[Request(keys=prompt, token_count=len(prompt), stored=prompt) for prompt in keys], chunk_tokens=1

@@ -99,7 +99,6 @@ async def until(what_is_wrong: Callable[[], Awaitable[str]], victim: Victim) -> 
 
 
 async def over(coordinator: Coordinator) -> str:
-    """Operations that run, and pins that are in force."""
     async with Line(coordinator) as line:
         try:
             running, pins = await line.running(), await line.pins()

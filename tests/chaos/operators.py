@@ -58,7 +58,6 @@ class Line:
             raise
 
     async def running(self) -> list[str]:
-        """Names of the operations that are not over."""
         listed = await self.ask(self.operations.ListOperations, operations_pb2.ListOperationsRequest(page_size=1000))
         return [operation.name for operation in listed.operations if not operation.done]
 

@@ -41,7 +41,6 @@ class Fleet:
             instance.going.clear()
 
     def resume(self) -> None:
-        """Resumes the instances."""
         for instance in (self.a, self.b):
             instance.going.set()
 

@@ -89,7 +89,6 @@ class Fleet:
 
 
 async def drift(fleet: Fleet, consumer: Subscriber) -> Index:
-    """What is only in the index or only in the map."""
     consumer.check()
     return consumer.index ^ await fleet.map()
 

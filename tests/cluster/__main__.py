@@ -61,7 +61,6 @@ def manifests_of(case: Case, registry: str) -> list[Manifest]:
 
 
 def with_other_channel(case: Case, registry: str, manifests: Sequence[Manifest]) -> list[Manifest]:
-    """The manifests of a case with its other channel, and the same secrets."""
     secrets = [each for each in manifests if each["kind"] == "Secret"]
     return [*rendered_of(case, registry, case.channels[1]), *secrets]
 

@@ -277,12 +277,10 @@ class Cluster:
 
 
 def policies_of(manifests: Iterable[Manifest]) -> list[Manifest]:
-    """The network policies of manifests."""
     return [each for each in manifests if each["kind"] == "NetworkPolicy"]
 
 
 async def ended(process: asyncio.subprocess.Process) -> None:
-    """Ends a process and waits for it."""
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.wait()
@@ -296,7 +294,6 @@ class Supervision:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a task."""
         task = self._group.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

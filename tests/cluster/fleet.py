@@ -142,7 +142,6 @@ class Fleet:
         return await asyncio.to_thread(endpoint.complete, prompt, 8, extra=extra or None)
 
     async def tokens(self, engine: RunningPod, text: str) -> list[int]:
-        """The tokens of a prompt."""
         body = {"model": MODEL, "prompt": text}
         answer = await asyncio.to_thread(self.endpoint(engine)._request, "POST", "/tokenize", body)
         return list(json.loads(answer)["tokens"])
@@ -215,7 +214,6 @@ class Fleet:
 
 
 def configured_channel(manifests: Sequence[Manifest]) -> str:
-    """The `transfer_channel` of the nodes."""
     config = yaml.safe_load(find(manifests, "ConfigMap", "demo-lmkv-node")["data"]["lmkv.yaml"])
     return str(config["transfer_channel"])
 

@@ -127,7 +127,6 @@ async def replace_pods(fleet: Fleet, chosen: Sequence[str]) -> str:
 
 
 def of_manifests(fleet: Fleet) -> Change:
-    """The change that gives a pod the spec of its manifest."""
     specs = {pod.owner: pod.spec for pod in pods(fleet.cluster.manifests, fleet.cluster.hosts)}
 
     def changed(pod: Pod) -> Pod:

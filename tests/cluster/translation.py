@@ -206,7 +206,6 @@ def secret_data(secret: Manifest) -> dict[str, bytes]:
 
 
 def find(manifests: Sequence[Manifest], kind: str, name: str) -> Manifest:
-    """The manifest of this kind and name. Raises `LookupError`."""
     for manifest in manifests:
         if manifest["kind"] == kind and manifest["metadata"]["name"] == name:
             return manifest

@@ -33,8 +33,6 @@ POOL_CHUNKS = 24
 
 
 class Life(NamedTuple):
-    """One life of a node."""
-
     epoch: int
     attached_count: int
     """How often its engine has logged that it is attached to a node, this one the last."""

@@ -124,5 +124,4 @@ def test_a_prefetch_brings_a_prompt_from_disk_before_its_request(
 
 
 def wait_on_disk(fleet: LlmFleet, prompt: Sequence[int]) -> None:
-    """Waits until all chunks of a prompt are on the disk of `first`."""
     NodeParts(fleet, "first").wait_on_disk(prompt, fleet.runtime_dir / "disk", HELD_CHUNKS)

@@ -49,7 +49,6 @@ def fleet(nursery: Nursery, llama_vocab_model: Path, tmp_path_factory: pytest.Te
 
 @pytest.fixture(scope="module")
 def keeper(fleet: LlmFleet) -> LlmProcess:
-    """The engine that keeps them."""
     return fleet.engines["keeper"]
 
 

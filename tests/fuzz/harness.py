@@ -53,7 +53,6 @@ def target_names() -> list[str]:
 
 
 def load_target(name: str) -> Target:
-    """Imports a target."""
     module = importlib.import_module(f"tests.fuzz.targets.{name}")
     return Target(name=name, run=_guarded(module), seeds=module.SEEDS, covers=module.COVERS)
 

@@ -85,7 +85,6 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine on a new loop."""
     loop = VirtualLoop()
     try:
         return loop.run(work)

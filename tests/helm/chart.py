@@ -49,7 +49,6 @@ def values_of(case: str) -> Mapping[str, Any]:
 
 @cache
 def manifests_of(case: str) -> tuple[Manifest, ...]:
-    """What a case renders."""
     return tuple(render(values_of(case)))
 
 

@@ -169,7 +169,6 @@ class LocalPod:
             return False
 
     def port(self, container: Manifest, port: str | int) -> int:
-        """The number of a port."""
         numbers = {each["name"]: each["containerPort"] for each in container["ports"]}
         return numbers[port] if isinstance(port, str) else port
 

@@ -97,7 +97,6 @@ def images(
     registry: bool = False,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the script."""
     env = {**environment(programs, calls, daemon=daemon, registry=registry), **(variables or {})}
     command = [*SCRIPT, *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150, check=False)

@@ -152,7 +152,6 @@ SECURITY: dict[str, dict[str, Any]] = {
 
 
 def tokens_file(**tokens: str) -> bytes:
-    """The file of tokens by their roles."""
     known = [
         {"name": role, "role": role, "sha256": hashlib.sha256(token.encode()).hexdigest()}
         for role, token in tokens.items()

@@ -88,7 +88,6 @@ def test_changed_logging_keys_and_endpoints_reach_the_processes_all_the_same(sho
 
 
 def endpoint(manifests: list[Manifest], owner: str, container: str, folder: Path) -> str:
-    """Where a container exports to."""
     pod = LocalPod(dict(pods(manifests))[owner], manifests, folder, name=container)
     try:
         return pod.environment(container)["OTEL_EXPORTER_OTLP_ENDPOINT"]
@@ -122,7 +121,6 @@ class Host:
 
 @pytest.fixture
 def host(short_folder: Path, free_port: Callable[[], int]) -> Iterator[Host]:
-    """A host without pods."""
     host = Host(short_folder, free_port)
     yield host
     for pod in host.made:

@@ -51,7 +51,6 @@ class Record:
     answer: Mapping[str, Any] = field(default_factory=dict)
 
     def before(self, other: Record) -> bool:
-        """Whether it had ended when the other one started."""
         return self.end <= other.start
 
     def __str__(self) -> str:

@@ -67,7 +67,6 @@ class State:
         return copy
 
     def chunks(self) -> set[tuple[str, str, str]]:
-        """All chunks: instance, key and tier."""
         return {
             (instance, key, tier)
             for instance, held in self._tiers.items()
@@ -178,7 +177,6 @@ def watches_agree(history: History) -> Iterator[Violation]:
 
 
 def _before(history: History, watch: Iterable[Record], response: Record) -> set[tuple[str, str, str]]:
-    """What a watch had stated before one of its responses."""
     return next(state.chunks() for step, state in steps(history, watch) if step.response is response)
 
 

@@ -52,7 +52,6 @@ class RecordedEngine(Engine):
         return checksum
 
     def check(self, key: ChunkKey, chunk: engine_pb.HeldChunk) -> None:
-        """Reads the chunk."""
         place = {"key": summaries.key_name(key), "offset": chunk.extent.offset, "generation": chunk.generation}
         self._open("Read", place).end({"digest": self._digest(chunk.extent)})
 

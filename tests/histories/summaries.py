@@ -42,7 +42,6 @@ class Method(NamedTuple):
 
 
 def lookup_request(request: cache_pb.LookupRequest) -> Summary:
-    """Of a lookup by keys."""
     return {"keys": key_names(b"".join(request.prompt.keys.chunk_keys)), "excluded": request.excluded_instance_id}
 
 

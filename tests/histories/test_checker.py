@@ -19,7 +19,6 @@ LEASE = 10.0
 
 
 def call(call: str, start: float, end: float = NEVER, **fields: Any) -> Record:
-    """A call to node-1, or to the coordinator if it is one of its calls."""
     at_coordinator = ("Lookup", "Watch", "Report", "Acknowledge", "Register", "GetOperation", "Move", "Clear", "Pin")
     server = fields.pop("server", "coordinator" if call in at_coordinator else "node-1")
     outcome = fields.pop("outcome", Outcome.UNKNOWN if end == NEVER else Outcome.OK)

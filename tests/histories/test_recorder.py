@@ -59,8 +59,6 @@ FOUND = {"revision": 7, "partial": False, "holders": {"node-1": ["host", "host"]
 
 
 class NodeLookups(lookup_grpc.LookupServiceServicer):
-    """Answers nodes."""
-
     async def Lookup(self, request: lookup_pb.LookupRequest, context: Any) -> lookup_pb.LookupResponse:  # noqa: N802
         return lookup_pb.LookupResponse(holders=ANSWER.holders, revision=ANSWER.revision, is_complete=True)
 

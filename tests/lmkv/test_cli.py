@@ -390,7 +390,6 @@ class Bash:
         os.write(self._terminal, keys.encode())
 
     def expect(self, pattern: str) -> str:
-        """Reads until the pattern is on the screen, and returns the screen."""
         deadline = time.monotonic() + WAIT_SECONDS
         while not re.search(pattern, self._seen):
             ready, _, _ = select.select([self._terminal], [], [], deadline - time.monotonic())

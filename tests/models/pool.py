@@ -192,7 +192,6 @@ class PoolModel:
         self.grants.release(self.granted.pop(0))
 
     def _expire(self) -> None:
-        """All grants expire."""
         self.now += TTL
         assert self.grants.expire(self.now) == len(self.granted)
         self.granted.clear()

@@ -34,7 +34,6 @@ def violation(name: str, depth: int = 6) -> Counterexample:
 
 
 def names(found: Counterexample) -> Sequence[object]:
-    """The names of its actions."""
     return [action[0] for action in found.actions]
 
 

@@ -107,7 +107,6 @@ class Names:
         self._actual: dict[str, str] = {}
 
     def translate(self, text: str) -> str:
-        """The text with the actual names."""
         for documented, actual in self._actual.items():
             text = text.replace(documented, actual)
         return text

@@ -36,7 +36,6 @@ def operate(root: Path) -> Path:
 
 @pytest.fixture
 def page(operate: Path) -> str:
-    """The runbooks."""
     return (operate / "runbooks.md").read_text()
 
 

@@ -83,7 +83,6 @@ class Host:
         self.process = ServerProcess(name, command, logs / f"{name}.log", environment)
 
     def is_ready(self) -> bool:
-        """Whether Ray has started here."""
         return "Ray runtime started" in self.process.log()
 
     def pids(self, word: str) -> list[int]:

@@ -72,7 +72,6 @@ class Fleet:
             instance.going.clear()
 
     def resume(self) -> None:
-        """Resumes the instances."""
         for instance in self._instances:
             instance.going.set()
 

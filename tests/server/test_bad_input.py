@@ -138,7 +138,6 @@ def call(address: str, method: MethodDescriptor, requests: Sequence[bytes]) -> t
 
 
 async def serves(servers: Servers, service: str) -> bool:
-    """Whether the server of a service answers that it serves."""
     stub = health_pb2_grpc.HealthStub(servers.channels[service])
     name = service if service.startswith("lmkv") else ""
     answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=TIMEOUT_SECONDS)

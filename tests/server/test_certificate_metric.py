@@ -21,7 +21,6 @@ from tests.support.certificates import Certificates, issue, replace
 
 @pytest.fixture
 def certificates(tmp_path: Path) -> Certificates:
-    """A certificate and its issuer."""
     return issue(tmp_path / "tls")
 
 

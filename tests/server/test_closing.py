@@ -107,7 +107,6 @@ async def used(kind: type[Any], folder: Path) -> AsyncIterator[list[object]]:
 
 
 def all_open() -> Counter[str]:
-    """What is open now."""
     counts = opened() + tasks()
     return Counter({name: count for name, count in counts.items() if not any(each in name for each in OF_OTHERS)})
 

@@ -54,7 +54,6 @@ async def webhook_url() -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def http(serve: AbstractAsyncContextManager[str], body: dict[str, object]) -> AsyncIterator[Ask]:
-    """A client over HTTP."""
     async with serve as url, httpx.AsyncClient(timeout=WAIT_SECONDS) as client:
 
         async def ask(padding: str) -> None:

@@ -144,7 +144,6 @@ class World:
         return {number for number, names in (await self.holders(address, numbers)).items() if name not in names}
 
     async def holders(self, address: str, numbers: list[int]) -> dict[int, set[str]]:
-        """Who holds each chunk, as one coordinator has it."""
         async with Coordinator(address) as coordinator, coordinator.lookup_stream() as stream:
             found = await asyncio.gather(*(stream.lookup(keys=[chunk_key(number)]) for number in numbers))
         return {

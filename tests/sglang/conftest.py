@@ -127,7 +127,6 @@ class Fleet:
         return pids_with_environment(variables | ({"LMKV_INSTANCE_ID": instance_id} if instance_id else {}), "node")
 
     def kill_node(self, instance_id: str) -> None:
-        """Kills a node with SIGKILL."""
         for pid in self.node_pids(instance_id):
             os.kill(pid, signal.SIGKILL)
 

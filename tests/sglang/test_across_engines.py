@@ -36,7 +36,6 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
 
 @pytest.fixture(scope="module")
 def sglang(fleet: Fleet) -> Iterator[SglangProcess]:
-    """An SGLang engine that shares."""
     with fleet.engine("sharing-sglang", settings=SETTINGS) as engine:
         yield engine
 

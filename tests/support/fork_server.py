@@ -180,7 +180,6 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end. Raises `subprocess.TimeoutExpired`."""
         self._wait_for_end(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("forked process", timeout or 0)
@@ -204,11 +203,9 @@ class ForkedProcess:
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Sends SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def _wait_for_end(self, timeout: float | None) -> None:

@@ -23,7 +23,6 @@ class ProxyProcess(Endpoint, CheckedServer):
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Logs to `proxy.log` in `folder`."""
         Endpoint.__init__(self, "proxy", free_port(), (*prefills, *decodes)[0].model_name)
         command = [sys.executable, "-m", "lmkv", "proxy", "--port", str(self.port)]
         for side, engines in (("prefiller", prefills), ("decoder", decodes)):

@@ -42,7 +42,6 @@ class SharedMemoryWatch:
     """Records which shared memory of lmkv and of engines the processes of one run have held, from now until `close`."""
 
     def __init__(self, mark: str) -> None:
-        """Watches this process, and those with the mark."""
         environment = {key: value for key, value in os.environ.items() if key != RUN_VARIABLE}
         command = [sys.executable, "-m", __name__, mark, str(os.getpid()), *sorted(_names())]
         self._process = subprocess.Popen(

@@ -46,7 +46,6 @@ class Running:
         return {holder.instance_id: holder.matched_chunk_count for holder in answer.holders}
 
     async def runs_one(self) -> bool:
-        """Whether an operation runs."""
         async with Coordinator(self.coordinator.address) as asking:
             return bool(await asking.operations(running=True))
 

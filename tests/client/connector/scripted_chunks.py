@@ -58,11 +58,9 @@ class HeldChunks(dict[ChunkKey, Stored]):
         self._report(pb.TierChange(tier=HOST, stored_keys=[key]))
 
     def pop(self, key: ChunkKey) -> Stored:  # type: ignore[override]  # without a default
-        """Removes a chunk that is held."""
         self._report(pb.TierChange(tier=HOST, removed_keys=[key]))
         return super().pop(key)
 
     def clear(self) -> None:
-        """Removes all chunks."""
         self._report(pb.TierChange(tier=HOST, removed_keys=list(self)))
         super().clear()

@@ -231,7 +231,6 @@ class SimulatedEngine:
         return output
 
     def run(self, *request_ids: str) -> None:
-        """Steps until these requests are over, or all of them."""
         for _ in range(MAX_STEPS):
             waiting = request_ids or tuple(self.requests)
             if all(self.requests[request_id].is_finished() for request_id in waiting):

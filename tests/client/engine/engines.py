@@ -21,8 +21,6 @@ SPEC = make_spec(vocab_size=1000)
 
 
 class Attach(Protocol):
-    """Attaches an engine of `SPEC`, or of another spec."""
-
     def __call__(self, *, spec: KvSpec = SPEC, rank: int = 0, rank_count: int = 1, **settings: object) -> Engine: ...
 
 

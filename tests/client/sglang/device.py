@@ -43,7 +43,6 @@ class MLATokenToKVPool:
 
 
 def buffers(seed: int, shape: Sequence[int]) -> list[torch.Tensor]:
-    """A tensor for each layer."""
     if seed < 0:
         return [torch.zeros(*shape, dtype=torch.bfloat16) for _ in range(LAYERS)]
     generator = torch.Generator().manual_seed(seed)

@@ -71,7 +71,6 @@ def result_of(linker: LmkvLinker) -> bool:
 
 
 def store(linker: LmkvLinker, names: Sequence[str], pages: Sequence[int]) -> bool:
-    """Offloads pages."""
     assert linker.offload(copy_of(names, pages))
     return result_of(linker)
 

@@ -43,7 +43,6 @@ def make_folder(folder: Path, name: str, **changes: Any) -> Path:
 
 
 def open_model(folder: Path) -> Any:
-    """The model in a folder, in float32."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 

@@ -135,7 +135,6 @@ async def _read(frames: Any) -> None:
 
 
 def _request(path: str, body: bytes) -> Request:
-    """A POST of JSON."""
 
     async def receive() -> Message:
         return {"type": "http.request", "body": body, "more_body": False}

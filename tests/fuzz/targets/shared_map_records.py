@@ -103,7 +103,6 @@ class _Follower:
             self.follower.add_records(self._load, records)
 
     def end_scan(self) -> None:
-        """Ends the load."""
         if self._load is not None:
             self.follower.finish_scan(self._load, self._position)
             self.follower.advance(self._position)

@@ -33,7 +33,6 @@ def shared(short_folder: Path) -> Path:
 
 
 def as_other(*command: object) -> None:
-    """Runs a command as another user."""
     subprocess.run([str(part) for part in command], user=OTHER, group=OTHER, check=True)
 
 

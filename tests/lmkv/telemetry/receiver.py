@@ -62,7 +62,6 @@ class Receiver:
             return list(self._spans)
 
     def span(self, service: str, name: str, **fields: str) -> Received:
-        """The one span of this service and name, with these fields of `Received`; waits for it."""
 
         def find() -> Received | None:
             wanted = {"service": service, "name": name} | fields

@@ -19,7 +19,6 @@ SERVICE = "test"
 
 
 def points(metric: Any, kind: str) -> dict[tuple[str, ...], Any]:
-    """Values by attributes' values."""
     return {
         tuple(attributes_of(point.attributes).values()): point.as_double for point in getattr(metric, kind).data_points
     }

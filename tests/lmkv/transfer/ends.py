@@ -86,7 +86,6 @@ class Memory:
         )
 
     def admit(self, peer_name: str = "reader:1") -> PeerReader:
-        """A reader that may read all of it under `GRANT_ID`."""
         reader = self.access.admit(peer_name)
         self.access.open(GRANT_ID, [(self.address, self.size_bytes)], reader=reader)
         return reader

@@ -205,7 +205,6 @@ async def test_a_call_without_end_does_not_keep_a_coordinator_from_stopping(
 
 
 def refuses(port: int) -> bool:
-    """Whether a port has been closed."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=60).close()
     except ConnectionRefusedError:

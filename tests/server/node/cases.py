@@ -18,7 +18,6 @@ def chunk_key(number: int) -> ChunkKey:
 
 
 def chunk_keys(*numbers: int) -> list[ChunkKey]:
-    """Keys by number."""
     return [chunk_key(number) for number in numbers]
 
 

@@ -178,5 +178,4 @@ async def flushed(host: Host) -> None:
 
 
 def files(folder: Path) -> list[Path]:
-    """The files of chunks."""
     return sorted(folder.glob("*.chunk"))

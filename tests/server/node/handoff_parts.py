@@ -24,7 +24,6 @@ def state_of(decode: Parts, name: str = "r") -> HandoffState | None:
 
 
 def is_committed(decode: Parts, name: str) -> bool:
-    """Whether all of a handoff is here."""
     return state_of(decode, name) is HandoffState.COMMITTED
 
 

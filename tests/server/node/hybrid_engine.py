@@ -143,7 +143,6 @@ async def engine_at_node(
 
 
 def item_key(part: int, chunk: int) -> ChunkKey:
-    """The key of an item of `PROMPT`."""
     return part_key(PROMPT[chunk], part)
 
 

@@ -307,7 +307,6 @@ class Remote:
         return json.loads(self._process.stdout.readline())
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal."""
         self._process.send_signal(number)
 
     def __enter__(self) -> Self:

@@ -133,7 +133,6 @@ async def ready(node: Node) -> None:
 
 
 def stored(*hits: int) -> set[str]:
-    """The names of the items of these hits."""
     keys = {key for count in hits for key in HYBRID.item_keys(HYBRID.items(count), PROMPT)}
     return {object_name(HYBRID.fingerprint, key) for key in keys}
 

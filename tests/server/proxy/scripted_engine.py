@@ -107,7 +107,6 @@ class ScriptedEngine:
             await http.aclose()
 
     def bodies(self) -> list[Json]:
-        """What it was asked for."""
         return [body for _, body, _ in self.asked]
 
     async def _health(self, request: Request) -> Response:

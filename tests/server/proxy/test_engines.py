@@ -39,7 +39,6 @@ async def change(front: Front, action: str, engine: ScriptedEngine | str, **more
 
 
 def states(front: Front) -> dict[str, str]:
-    """State by URL."""
     return {
         engine.url: "draining" if engine.is_draining else "healthy" if engine.is_healthy else "unhealthy"
         for engine in front.proxy.pools.engines

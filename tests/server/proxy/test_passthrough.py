@@ -17,7 +17,6 @@ BODY: dict[str, Any] = {"model": MODEL, "input": "a prompt"}
 
 
 async def serving(make_engine: MakeEngine, *paths: str, model: str = MODEL) -> ScriptedEngine:
-    """An engine that serves these paths."""
     engine = await make_engine()
     await engine.stop()
     engine.other_paths, engine.model = paths, model

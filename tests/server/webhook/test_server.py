@@ -25,7 +25,6 @@ from tests.support.certificates import Certificates, issue
 
 @pytest.fixture
 def certificates(tmp_path: Path) -> Certificates:
-    """A certificate and its issuer."""
     return issue(tmp_path / "tls")
 
 
@@ -143,7 +142,6 @@ KINDS: tuple[Any, ...] = (None, [], "Pod", {}, {"kind": 1}, {"kind": []})
 
 
 def of_kind(kind: Any) -> bytes:
-    """A review whose request has this kind."""
     body = review_of(pod())
     body["request"]["kind"] = kind
     return json.dumps(body).encode()

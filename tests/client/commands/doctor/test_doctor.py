@@ -36,7 +36,6 @@ Capture = pytest.CaptureFixture[str]
 
 
 def only_finding(findings: Iterator[Finding]) -> tuple[str, str]:
-    """Level and text of the one finding there is."""
     (finding,) = findings
     return finding.level, finding.text
 

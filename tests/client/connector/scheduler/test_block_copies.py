@@ -82,7 +82,6 @@ class Memory:
     pages: list[Pages]
 
     def rows(self, copy: ChunkCopy) -> Iterator[tuple[list[int], int]]:
-        """The page and slot of each row of a copy; a state is one row."""
         group = self.blocks.groups[copy.group]
         is_state = self.blocks.spec.parts[group.part].rule == PART_RULE_END
         size, count = (1, 1) if is_state else (group.block_size, copy.token_count)

@@ -30,7 +30,6 @@ def hit_of(engine: SimulatedEngine, token_count: int) -> int:
 
 
 def next_turn(engine: SimulatedEngine, request_id: str) -> list[int]:
-    """All that was said, and a message."""
     prompt = engine.requests[request_id].prompt_token_ids
     assert prompt is not None
     return [*prompt, *engine.said[request_id], *MESSAGE]

@@ -19,7 +19,6 @@ FULL = len(PROMPT) - REST
 
 
 def spans(engine: SimulatedEngine, request_id: str) -> list[tuple[str, int]]:
-    """What the engine has reported of a request."""
     engine.settle()
     (report,) = (report for report in engine.node.reports if report.engine_request_id == request_id)
     assert sum(span.token_count for span in report.spans) == len(PROMPT)

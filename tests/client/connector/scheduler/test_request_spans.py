@@ -42,7 +42,6 @@ class Book(SimpleSpanProcessor):
 
 @pytest.fixture
 def book() -> Iterator[Book]:
-    """All spans of this process, from now on."""
     book = Book()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(book)

@@ -34,7 +34,6 @@ def make_chat(request: pytest.FixtureRequest, make_engine: MakeEngine) -> MakeCh
 
 
 def next_turn(engine: SimulatedEngine, request_id: str) -> list[int]:
-    """All that was said, and a message."""
     prompt = engine.requests[request_id].prompt_token_ids
     assert prompt is not None
     return [*prompt, *engine.said[request_id], *MESSAGE]

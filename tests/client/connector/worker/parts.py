@@ -166,7 +166,6 @@ def finished(worker: WorkerSide, request_id: str = "r") -> None:
 
 
 def is_stored(worker: WorkerSide, served: ServedPool, chunks: dict[int, list[int]]) -> bool:
-    """Stores pages as chunks in one step; whether all of them were."""
     stores = [chunk_copy(number, pages, blocks=len(pages)) for number, pages in chunks.items()]
     step(worker, plan_of(served, stores=stores))
     report = worker.take_report()

@@ -276,7 +276,6 @@ async def test_what_is_read_is_summed_and_scattered_on_the_device(device: str, o
 
 
 def load(pages: Pages, buffer: DeviceBufferPart, copies: list[ChunkCopy]) -> None:
-    """Copies out of the buffer, as the worker does."""
     from lmkv_client.connector.worker.side import make_copies
 
     made = make_copies([pages], 1)
@@ -395,7 +394,6 @@ class Decode:
         return chunks
 
     def expected_sums(self, keys: list[ChunkKey]) -> list[int]:
-        """The checksums of the chunks at the prefill."""
         chunks = [self.prefill.tier.get(key) for key in keys]
         return [chunk.checksum for chunk in chunks if chunk]
 

@@ -219,7 +219,6 @@ async def test_the_newest_operations_are_shared_up_to_a_bound(monkeypatch: pytes
 
 
 def ended(**changed: Any) -> Operation:
-    """A move that has ended."""
     progress = pb.MoveProgress(chunk_count=3)
     progress.create_time.FromSeconds(1_700_000_000)
     progress.end_time.FromSeconds(1_700_000_001)

@@ -180,7 +180,6 @@ class QueueAgainstModel(RuleBasedStateMachine):
 
 
 def machine(policy: str, make: Callable[[], EvictionPolicy]) -> Any:
-    """The test case of one policy."""
     cls: Any = type(policy, (QueueAgainstModel,), {"policy": policy, "make": staticmethod(make)})
     case = cls.TestCase
     case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

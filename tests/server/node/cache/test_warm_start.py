@@ -238,7 +238,6 @@ class Life:
         self.tier = HostTier(POOL_BYTES, self.ledger)
 
     def store(self, *numbers: int) -> None:
-        """Stores chunks whose every byte is their number."""
         for number in numbers:
             put(self.tier, chunk_key(number), ALIGNMENT, pool=self.file.pool, content=bytes([number]) * ALIGNMENT)
 

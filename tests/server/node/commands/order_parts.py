@@ -34,7 +34,6 @@ OTHER_SPEC = small_spec(layer_count=4)
 
 
 def order(seconds: float = 60.0, **action: Any) -> pb.Order:
-    """An order that expires in this number of seconds."""
     made = pb.Order(order_id=f"o{next(NUMBERS)}", **action)
     made.expire_time.FromNanoseconds(time.time_ns() + round(seconds * 1e9))
     return made
@@ -102,7 +101,6 @@ def reason(outcome: pb.OrderOutcome) -> str:
 
 
 def failed(outcome: pb.OrderOutcome) -> dict[str, list[ChunkKey]]:
-    """The chunks that failed, by reason."""
     found = {
         rpc.from_status(failure.status).reason: [*map(ChunkKey, failure.chunk_keys)] for failure in outcome.failures
     }

@@ -23,7 +23,6 @@ from tests.waiting import until
 
 
 def missed(found: pb.FoundChunks) -> list[tuple[MissReason | None, int]]:
-    """The reasons and chunks of the spans."""
     return [(reason_from_proto(span.reason), span.chunk_count) for span in found.missed]
 
 

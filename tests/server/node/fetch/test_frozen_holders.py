@@ -42,7 +42,6 @@ def settings(name: str, runtime_dir: Path, coordinator: Coordinator) -> dict[str
 
 
 async def store(engine: EngineClient) -> None:
-    """Stores `KEYS`, all zeros."""
     of_zeros = checksum(bytearray(SPEC.chunk_bytes), 0, SPEC.chunk_bytes)
     extents = await engine.reserve(len(KEYS))
     commits = [engine.commit(key, one, checksum=of_zeros) for key, one in zip(KEYS, extents, strict=True)]

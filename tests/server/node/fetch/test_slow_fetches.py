@@ -81,7 +81,6 @@ class Pair:
 
 
 async def store(engine: EngineClient) -> None:
-    """Stores `KEYS`, all zeros."""
     of_zeros = checksum(bytearray(SPEC.chunk_bytes), 0, SPEC.chunk_bytes)
     extents = await engine.reserve(len(KEYS))
     await engine.say(

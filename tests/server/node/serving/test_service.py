@@ -73,7 +73,6 @@ def introduction(owner: Parts, **changes: object) -> pb.InitRequest:
 
 
 async def session_of(owner: Parts, stub: pb_grpc.PeerServiceAsyncStub) -> str:
-    """The id of a new session."""
     return (await stub.Init(introduction(owner, channels=[]), timeout=WAIT_SECONDS)).session_id
 
 

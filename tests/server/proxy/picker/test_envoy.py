@@ -143,7 +143,6 @@ def listens(port: int) -> bool:
 
 @pytest.fixture
 def open_gateway(stack: AsyncExitStack, tmp_path: Path) -> OpenGateway:
-    """Starts Envoy in front of a picker; a client of it."""
 
     async def start(front: Front, way: str = "header", body_mode: str = "FULL_DUPLEX_STREAMED") -> httpx.AsyncClient:
         port = await stack.enter_async_context(envoy(tmp_path, front.picker.port, way, body_mode))

@@ -36,12 +36,10 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 
 def gateway(front: Any) -> Gateway:
-    """The gateway with its own token."""
     return Gateway(front.channel, bearer("reader-token"))
 
 
 def changes(answer: Any) -> tuple[dict[str, str], list[str]]:
-    """The headers that an answer sets, and those that it removes."""
     mutation = getattr(answer, answer.WhichOneof("response")).response.header_mutation
     return {one.header.key: one.header.raw_value.decode() for one in mutation.set_headers}, list(
         mutation.remove_headers

@@ -97,7 +97,6 @@ def outcome(request: PromptRequest) -> Found:
 
 
 def whole(body: bytes) -> Found:
-    """What `read_prompt` reads."""
     try:
         return outcome(read_prompt(COMPLETIONS, body))
     except NotJson:
@@ -120,7 +119,6 @@ def in_parts(parts: list[bytes]) -> Found:
 
 
 def split(body: bytes, cuts: list[int]) -> list[bytes]:
-    """The body, cut at these places."""
     places = [0, *sorted(cut % (len(body) + 1) for cut in cuts), len(body)]
     return [body[begin:end] for begin, end in itertools.pairwise(places)]
 

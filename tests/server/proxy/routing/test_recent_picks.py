@@ -7,7 +7,6 @@ from lmkv_server.proxy.routing.pools import TTL_SECONDS, RecentPicks
 
 
 def keys(text: str) -> bytes:
-    """A key for each letter."""
     return b"".join(letter.encode().rjust(KEY_BYTES, b"-") for letter in text)
 
 
