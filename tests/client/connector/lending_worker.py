@@ -12,10 +12,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_kernels import ChunkCopy
+from tests.support.ordered_process import OrderedProcess
 from tests.support.specs import small_spec
 
 if TYPE_CHECKING:
@@ -26,69 +27,43 @@ SPEC = small_spec(model_name="m", model_id="m@1", head_size=16, chunk_size=256, 
 """Its chunks have 128 KiB."""
 
 
-class LendingWorkers:
+class LendingWorkers(OrderedProcess):
     """The process: the ranks of one engine after the other, since to import vLLM takes seconds."""
 
     def __init__(self) -> None:
-        self._process = self._start()
-
-    def _start(self) -> subprocess.Popen[str]:
-        program = "from tests.client.connector.lending_worker import work; work()"
-        paths = os.pathsep.join(path for path in sys.path if path)
-        return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": paths},
-            text=True,
-        )
+        super().__init__(_start())
 
     def attach(self, attachment: Attachment, rank_count: int) -> None:
         """Attaches the workers, in a new process if a test killed the last one. The node may get their parts later."""
         if self._process.poll() is not None:
             self.close()
-            self._process = self._start()
-        self.ask("attach", rank_count, asdict(attachment))
+            self._process = _start()
+        self.ask(json.dumps(["attach", rank_count, asdict(attachment)]))
 
     def detach(self) -> None:
         """Ends that, unless the process is gone."""
         self._process.send_signal(signal.SIGCONT)
         if self._process.poll() is None:
-            self.ask("detach")
-
-    def ask(self, *order: Any) -> Any:
-        """Has it carry out an order; its answer."""
-        assert self._process.stdin
-        assert self._process.stdout
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+            self.ask(json.dumps(["detach"]))
 
     def loaded_sums(self, chunks: Sequence[HeldChunk]) -> list[int]:
         """Loads these chunks into the ranks' pages; the checksums of what is there."""
-        sums: list[int] = self.ask("load", [(one.extent.region, one.extent.offset, one.token_count) for one in chunks])
+        sums: list[int] = self.ask(
+            json.dumps(["load", [(one.extent.region, one.extent.offset, one.token_count) for one in chunks]])
+        )
         return sums
 
-    def signal(self, number: signal.Signals) -> None:
-        """Sends a signal; returns from SIGKILL when the process is gone."""
-        self._process.send_signal(number)
-        if number == signal.SIGKILL:
-            self._process.wait()
 
-    def close(self) -> None:
-        """Ends it."""
-        self._process.send_signal(signal.SIGCONT)
-        try:
-            self._process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _start() -> subprocess.Popen[str]:
+    program = "from tests.client.connector.lending_worker import work; work()"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths},
+        text=True,
+    )
 
 
 def work() -> None:

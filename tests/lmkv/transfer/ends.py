@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from lmkv.pool.pool import Pool
 from lmkv.transfer import Channel, ChannelEnd, Copy, open_channel
 from lmkv.transfer.channel import PeerReader, ReadAccess
 from tests.support.fork_server import start_module
+from tests.support.ordered_process import OrderedProcess
 from tests.waiting import WAIT_SECONDS, until
 
 MIB = 1 << 20
@@ -101,54 +102,25 @@ def content(seed: int, size_bytes: int = SIZE) -> NDArray[np.uint64]:
     return np.arange(1, size_bytes // 8 + 1, dtype=np.uint64) + np.uint64(seed << 40)
 
 
-class Owner:
+class Owner(OrderedProcess):
     """A process whose memory peers may read. It serves until it is closed, or its channel is closed on request."""
 
     def __init__(self, kind: str, name: str, folder: Path, seed: int = 1, size_bytes: int = SIZE) -> None:
         self.name = name
-        self._process = start_module(
-            "tests.lmkv.transfer.ends", kind, name, folder, seed, size_bytes, environment=environment()
-        )
+        arguments = (kind, name, folder, seed, size_bytes)
+        super().__init__(start_module("tests.lmkv.transfer.ends", *arguments, environment=environment()))
         said = self._heard()
         self.metadata = bytes.fromhex(said["metadata"])
         self.address = int(said["address"])
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal; returns from SIGKILL when it is dead, from SIGSTOP when each of its threads has stopped."""
-        self._process.send_signal(number)
-        if number == signal.SIGKILL:
-            self._process.wait()
+        super().signal(number)
         threads = Path(f"/proc/{self._process.pid}/task")
         deadline = time.monotonic() + WAIT_SECONDS
         while number == signal.SIGSTOP and not all(_is_stopped(thread) for thread in threads.iterdir()):
             assert time.monotonic() < deadline, "it does not stop"
             time.sleep(0.001)
-
-    def ask(self, order: str) -> Any:
-        """Has it carry out an order, such as `close` for its channel; its answer."""
-        assert self._process.stdin
-        self._process.stdin.write(order + "\n")
-        self._process.stdin.flush()
-        return self._heard()
-
-    def _heard(self) -> Any:
-        assert self._process.stdout
-        return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        """Ends it."""
-        self._process.send_signal(signal.SIGCONT)
-        try:
-            self._process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def own(kind: str, name: str, folder: str, seed: int, size_bytes: int) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +34,7 @@ from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.base import Loaded, Needs, OnChunks, Progress
 from tests.server.node.cases import put
 from tests.support.fork_server import start_module
+from tests.support.ordered_process import OrderedProcess
 from tests.support.specs import make_spec
 from tests.waiting import WAIT_SECONDS, until
 
@@ -274,7 +273,7 @@ class Taken:
         self._node.tier.unhold(self.chunks)
 
 
-class Remote:
+class Remote(OrderedProcess):
     """`Parts` in a process of their own, holding chunks. It takes orders: `ask`."""
 
     def __init__(
@@ -284,9 +283,8 @@ class Remote:
         self._folder = tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp")
         paths = os.pathsep.join(path for path in sys.path if path)
         environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": self._folder.name, RUNTIME_VARIABLE: RUNTIME_DIR}
-        self._process = start_module(
-            "tests.server.node.peer_parts", instance_id, spec, chunk_count, transfer_channel, environment=environment
-        )
+        arguments = (instance_id, spec, chunk_count, transfer_channel)
+        super().__init__(start_module("tests.server.node.peer_parts", *arguments, environment=environment))
         said = self._heard()
         self.holder = Holder(
             instance_id=instance_id,
@@ -295,30 +293,9 @@ class Remote:
             matched_chunk_count=chunk_count,
         )
 
-    def ask(self, order: str) -> Any:
-        """Has it carry out an order; its answer."""
-        assert self._process.stdin
-        self._process.stdin.write(order + "\n")
-        self._process.stdin.flush()
-        return self._heard()
-
-    def _heard(self) -> Any:
-        assert self._process.stdout
-        return json.loads(self._process.stdout.readline())
-
-    def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.send_signal(signal.SIGCONT)
+    def close(self) -> None:
         try:
-            self._process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
+            super().close()
         finally:
             self._folder.cleanup()
 
