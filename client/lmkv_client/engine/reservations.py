@@ -94,7 +94,6 @@ class Reservations:
         self._pool = None
         self._writing.clear()
         for reservation in self._waiting:
-            reservation.offsets.clear()
             self._end(reservation)
         self._waiting.clear()
 
