@@ -89,7 +89,7 @@ class EngineHandoffs:
         self._running.clear()
 
     def handed(self, result: HandoffResult) -> None:
-        """Tells the engine how a handoff has ended."""
+        """Reports to the engine how a handoff has ended."""
         message = pb.HandedChunks(
             handoff_id=result.handoff_id,
             engine_request_id=self._running.pop(result.handoff_id, ""),

@@ -112,7 +112,7 @@ def test_a_spec_that_comes_later_finds_what_the_tiers_hold() -> None:
     index.on_found = lambda tier, chunk: found.append((tier, chunk.token_count))
     index.add_spec(SPEC)
     assert list(index.index.lengths(ROOT)) == [1, 3]
-    assert found == [("host", 1), ("disk", 3)], "coordinators hear of them now"
+    assert found == [("host", 1), ("disk", 3)], "coordinators receive them now"
     index.add_spec(OTHER)
     assert list(index.index.lengths(ROOT)) == [1, 2, 3]
     index.remove_spec(SPEC.fingerprint)
