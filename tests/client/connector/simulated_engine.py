@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -251,6 +252,22 @@ class SimulatedEngine:
         self.weights = weights
         self.mixed_requests |= {request.request_id for request in self.scheduler.running}
         self.side.weights_changed()
+
+    def sleep(self) -> None:
+        """Sleeps, as vLLM does from level 1 on: requests are aborted, what runs for them ends, and pages are freed."""
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        for _ in range(MAX_STEPS):
+            if not self.scheduler.has_requests():
+                break
+            self.step()
+        self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        for worker in self.workers:
+            worker.release_pages()
+
+    def wake_up(self) -> None:
+        """Continues."""
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def settle(self) -> None:
         """Steps until nothing is under way any more, and the node has answered everything."""

@@ -128,6 +128,12 @@ class SimulatedWorker:
         """Discards what is in a page."""
         self._pages.pop(block_id, None)
 
+    def release_pages(self) -> None:
+        """Frees the memory of all pages, once loads do not write to it any more."""
+        for copying in self._loads.values():
+            self.copy(copying)
+        self._pages.clear()
+
     def copy_page(self, source: int, target: int) -> None:
         self._pages[target] = list(self._pages[source])
 

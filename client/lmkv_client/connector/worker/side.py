@@ -148,6 +148,7 @@ class WorkerSide:
                 running.wait()
             if self._copies:
                 self._copies.settle()
+            wait(self._comparing.values())
 
     def restore_pages(self) -> None:
         """Called when the pages have memory again, at the same addresses. Idempotent."""
@@ -354,8 +355,8 @@ class WorkerSide:
 
     def _compare(self, copies: Sequence[ChunkCopy], held: ExtentChecksum) -> Comparison:
         """Compares what was written with a held extent, which counts only if it has not changed meanwhile."""
-        comparison = Comparison(is_void=self._pool is None)
-        if self._pool:
+        comparison = Comparison(is_void=self._pool is None or self._pages_are_released)
+        if self._pool and not comparison.is_void:
             memory = self._pool.pool.buffer
             for copy in copies:
                 group = self._groups[copy.group]

@@ -145,7 +145,57 @@ def test_a_lost_node_loses_its_handoffs_and_nothing_else(make_engine: MakeEngine
     engine.check_nothing_is_left()
 
 
+@pytest.mark.parametrize("steps", range(4))
+@pytest.mark.parametrize("changes_weights", [False, True])
+def test_the_handoff_of_a_prefill_that_goes_to_sleep_ends_and_the_next_one_is_complete(
+    make_engine: MakeEngine, steps: int, changes_weights: bool
+) -> None:
+    """From level 2 on other weights may be loaded before the engine wakes up."""
+    engine = make_engine(save_partial_chunks=True, step_tokens=64)
+    engine.workers[0].reports_late = True
+    engine.add("a", PROMPT, output=1, transfer=PREFILL)
+    for _ in range(steps):
+        engine.step()
+    engine.sleep()
+    if changes_weights:
+        engine.change_weights("others")
+    assert len(engine.node.ended_handoffs) + len(engine.node.dropped_handoffs) == 1
+    assert not engine.node.chunks, "none of the old weights is held"
+    engine.wake_up()
+    engine.add("b", PROMPT, output=1, transfer={"lmkv": PREFILL["lmkv"] | {"handoff_id": "s"}})
+    engine.run("b")
+    engine.settle()
+    assert b"".join(engine.node.ended_handoffs["s"]).endswith(engine.node.handoffs[-1].chunk_keys)
+    assert len(engine.node.handoffs[-1].chunk_keys) == 4 * KEY_BYTES
+    engine.check_answer("b")
+    engine.check_nothing_is_left()
+
+
 # ---- the decode's part
+
+
+@pytest.mark.parametrize("delivered", range(4))
+@pytest.mark.parametrize("changes_weights", [False, True])
+def test_a_decode_that_goes_to_sleep_while_a_handoff_arrives_uses_nothing_of_it_later(
+    make_engine: MakeEngine, delivered: int, changes_weights: bool
+) -> None:
+    prefill = prefilled(make_engine)
+    decode = decoding(make_engine, prefill)
+    decode.node.fetches_at_once = False
+    decode.add("a", PROMPT + prefill.said["a"], output=3, transfer=DECODE)
+    decode.step()
+    for _ in range(delivered):
+        decode.node.deliver(1, done=False)
+        decode.step()
+    decode.during_step = lambda: decode.node.deliver() if decode.node.fetches else None
+    decode.sleep()
+    decode.during_step = lambda: None
+    if changes_weights:
+        decode.change_weights("others")
+    assert not decode.node.fetches
+    decode.wake_up()
+    decode.serve("b", PROMPT, output=3)
+    decode.check_nothing_is_left()
 
 
 def test_a_decode_continues_from_the_first_token_and_computes_only_that(make_engine: MakeEngine) -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from lmkv_client.connector.identity import head_shares
-from lmkv_client.connector.messages import ExtentChecksum, StoreResult
+from lmkv_client.connector.messages import Comparison, ExtentChecksum, StoreResult
 from lmkv_client.connector.worker import page_copier
+from lmkv_client.connector.worker import side as worker_module
+from lmkv_client.connector.worker.comparison import compare
 from lmkv_client.connector.worker.page_copier import INLINE_BYTES
 from lmkv_client.connector.worker.running_copies import GatherTask
 from lmkv_client.connector.worker.side import WorkerSide
@@ -167,6 +169,44 @@ def test_pages_are_released_after_the_copies_that_read_them(
     report = worker.take_report()
     assert report
     assert report.stores[0].checksum == checksum(served.pool.buffer, 0, CHUNK_BYTES) != 0
+
+
+def test_pages_are_released_after_the_comparisons_that_read_them(
+    serve: Serve, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, may_end, source, served = threading.Event(), threading.Event(), caches(1), serve()
+
+    def compare_late(*args: Any) -> Any:
+        reads.set()
+        assert may_end.wait(WAIT_SECONDS)
+        return compare(*args)
+
+    monkeypatch.setattr(worker_module, "compare", compare_late)
+    worker = make_worker(source)
+    stored(worker, served, {0: [3, 17]})
+    held = ExtentChecksum(offset=0, size_bytes=CHUNK_BYTES, checksum=checksum(served.pool.buffer, 0, CHUNK_BYTES))
+    plan = replace(plan_of(served, stores=[chunk_copy(1, [3, 17])]), audits={CHUNK_BYTES: held})
+
+    def compared() -> Comparison | None:
+        report = worker.take_report()
+        return report.stores[CHUNK_BYTES].comparison if report and CHUNK_BYTES in report.stores else None
+
+    step(worker, plan)
+    assert compared() is None
+    assert reads.wait(WAIT_SECONDS)
+    releasing = threading.Thread(target=worker.release_pages)
+    releasing.start()
+    releasing.join(0.2)
+    assert releasing.is_alive(), "a comparison still reads the pages"
+    may_end.set()
+    releasing.join(WAIT_SECONDS)
+    found = compared()
+    assert found
+    assert not found.is_void
+    worker.restore_pages()
+    step(worker, plan)
+    worker.release_pages()
+    wait_until(lambda: (found := compared()) is not None and found.is_void)
 
 
 def test_between_release_and_restoration_of_the_pages_nothing_is_copied(serve: Serve, make_worker: MakeWorker) -> None:
