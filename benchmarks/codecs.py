@@ -135,13 +135,13 @@ def _add_quality(run: BenchmarkRun, model: SmallGpt, names: list[str]) -> None:
         found = _continued(model, texts, rounded)
         run.add(
             compare(f"{name}_bytes", rounded.stored_bytes / 2**20, "MiB", "none", rounded.size_bytes / 2**20),
-            compare(f"{name}_perplexity", found.perplexity, "", "none", exact.perplexity),
+            compare(f"{name}_perplexity", found.perplexity, "tokens", "none", exact.perplexity),
             Row(name=f"{name}_same_answers", value=100 * found.share_same(exact), unit="%"),
         )
         if name == "zstd" and found != exact:
             run.fail("zstd has changed keys or values")
         for layer, errors in enumerate(found.errors if name != "zstd" else ()):
-            for kind, error in zip("KV", errors, strict=True):
+            for kind, error in zip("kv", errors, strict=True):
                 run.add(Row(name=f"{name}_error_{kind}_layer_{layer}", value=100 * error, unit="% of the RMS"))
         run.say(f"{name}: perplexity {found.perplexity:.4f} beside {exact.perplexity:.4f}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _AGENT_SYSTEMS = "(alone|lmkv_disk_hints|lmkv_disk|lmkv_hints|lmkv|vllm_offload|lmcache|round_robin|kv_aware)"
+_CODECS = "(fp8|int8|int4|zstd|fp8_cast)"
 _SGLANG_SYSTEMS = "sglang_(lmkv|file|mooncake|linker|plain)"
 _TRACES = "(conversation|tool_agent|api|scan|loop|mooncake_conversation|mooncake_synthetic|coding_agents)"
 _POLICIES = "(learned|arc|s3_fifo|sieve|two_queues|gdsf|opt)"
@@ -65,6 +66,17 @@ _MEANINGS = {
     r"(tenant|none)_cold_ttft_p90_ms": "{}: TTFT of a new prompt, p90",
     r"(tenant|none)_other_ttft_p90_ms": "{}: TTFT of another tenant's prompt, p90",
     r"(tenant|none)_own_ttft_p90_ms": "{}: TTFT of the tenant's own prompt, p90",
+    rf"{_CODECS}_bytes": "{}: bytes of the chunks",
+    rf"{_CODECS}_perplexity": "{}: perplexity behind rounded KV",
+    rf"{_CODECS}_same_answers": "{}: greedy answers of 32 tokens that are the same",
+    rf"{_CODECS}_error_k_layer_(\d)": "{}: error of keys, layer {}",
+    rf"{_CODECS}_error_v_layer_(\d)": "{}: error of values, layer {}",
+    rf"{_CODECS}_encode": "{}: encoding, one core",
+    rf"{_CODECS}_decode": "{}: decoding, one core",
+    r"model_loss": "loss of the small model",
+    r"(learned|lru|arc)_quota_(\d+)_flood_(\d+)": (
+        "{}: chunks found, quota of {} % of the pool, {} other prompts for each request"
+    ),
     r"(tenant|none)_other_guess": "{}: guesses that are right about another tenant's prompt",
     r"(tenant|none)_own_guess": "{}: guesses that are right about the tenant's own prompt",
     r"hit_vs_cold_overhead_ms": "TTFT of a hit less that of a miss, at the prompt length where it is worst",
@@ -235,6 +247,8 @@ _WORDS = {
     "lmkv": "lmkv",
     "always_load": "always load",
     "always_compute": "always compute",
+    **{codec: f"`{codec}`" for codec in ("fp8", "int8", "int4", "zstd")},
+    "fp8_cast": "cast to `float8_e4m3fn`, no scales",
     "lmkv_hints": "lmkv with hints",
     "lmkv_disk": "lmkv with a disk",
     "lmkv_disk_hints": "lmkv with a disk and hints",

@@ -133,6 +133,12 @@ class NodeConfig(Config):
         "remote_url and tiers; without any of these the node keeps handoffs only.",
     )
     max_local_cpu_size: float = key(SIZE, 5.0, "Host memory for chunks, in GiB by default.")
+    max_salt_size: float = key(
+        SIZE_OR_ZERO,
+        0.0,
+        "Host memory for the chunks that engines store with one `cache_salt`, in GiB by default; beyond it their own "
+        "are evicted first; 0: no limit.",
+    )
     local_disk: tuple[str, ...] = key(
         DISK_FOLDERS, (), "Folder for chunks on disk, or several; the node uses a subfolder of its own in each."
     )
@@ -291,6 +297,13 @@ class NodeConfig(Config):
             yield ConfigError(
                 "max_local_disk_size is required with local_disk; set the disk space for chunks",
                 key="max_local_disk_size",
+            )
+
+        if self.max_salt_size > self.max_local_cpu_size:
+            yield ConfigError(
+                f"max_salt_size of {self.max_salt_size:g} GiB is more than the pool, max_local_cpu_size of "
+                f"{self.max_local_cpu_size:g} GiB; lower it, or remove it",
+                key="max_salt_size",
             )
 
         if not self.stores_chunks and not self.enable_pd:

@@ -1398,6 +1398,7 @@ class CommitChunk(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     SUPERSEDED_KEY_FIELD_NUMBER: _builtins.int
     PREFIX_DIGESTS_FIELD_NUMBER: _builtins.int
+    OWNER_KEY_FIELD_NUMBER: _builtins.int
     chunk_key: _builtins.bytes
     """16 bytes."""
     offset: _builtins.int
@@ -1425,6 +1426,10 @@ class CommitChunk(_message.Message):
     tokens 8 bytes, the first ones of the key that a partial chunk up to and with this token has. Of all tokens of a partial
     chunk, of the tokens of a full chunk in which a prompt ended, otherwise empty. Without `parent_key` it is ignored.
     """
+    owner_key: _builtins.bytes
+    """16 bytes: what has the same key shares a quota of the node's pool: the root of the key chain, or
+    with page hashes the namespace of the prompt. Empty: the chunk counts for no quota.
+    """
     def __init__(
         self,
         *,
@@ -1437,10 +1442,11 @@ class CommitChunk(_message.Message):
         part: _builtins.int = ...,
         superseded_key: _builtins.bytes = ...,
         prefix_digests: _builtins.bytes = ...,
+        owner_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk_key", b"chunk_key", "offset", b"offset", "parent_key", b"parent_key", "part", b"part", "prefix_digests", b"prefix_digests", "size_bytes", b"size_bytes", "superseded_key", b"superseded_key", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk_key", b"chunk_key", "offset", b"offset", "owner_key", b"owner_key", "parent_key", b"parent_key", "part", b"part", "prefix_digests", b"prefix_digests", "size_bytes", b"size_bytes", "superseded_key", b"superseded_key", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -108,6 +108,13 @@ class NodeMetrics(Scraped):
         )
         yield self.gauge("chunks", "Chunks held, each part of a chunk counted.", len(self._node.tier))
         yield self.counter("evicted_chunks", "Chunks evicted to make room.", self._node.tier.evicted_count)
+        if (quotas := self._node.tier.quotas) is not None:
+            yield self.gauge("salt_quota_bytes", "Bytes of the pool for one salt.", quotas.limit_bytes)
+            yield self.gauge("salt_used_bytes_max", "Bytes of the salt that uses most.", quotas.most_bytes)
+            yield self.gauge("salts", "Salts, models and adapters that have chunks.", len(quotas))
+            yield self.counter(
+                "salt_evicted_chunks", "Chunks evicted because their salt had used its quota.", quotas.evicted_count
+            )
 
     def _warm_start(self, warm: WarmStart) -> Iterator[Metric]:
         yield self.gauge(

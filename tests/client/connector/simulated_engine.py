@@ -107,7 +107,12 @@ class SimulatedEngine:
         settings = ConnectorConfig(**({"chunk_size": CHUNK, "save_partial_chunks": False} | fixed | config))
         plain = replace(
             ENGINE_KV,
-            spec=replace(SPEC, weight_version=settings.weight_version, hash_scheme=settings.hash_scheme),
+            spec=replace(
+                SPEC,
+                weight_version=settings.weight_version,
+                hash_scheme=settings.hash_scheme,
+                accepts_lossy=settings.accept_lossy,
+            ),
         )
         self.kv = plain if model is PLAIN else engine_kv(vllm_config, caches, settings)
         self.node = ScriptedNode(self.kv.spec, credit_limit=credit_limit)

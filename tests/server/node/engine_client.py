@@ -144,7 +144,9 @@ class EngineClient:
         credits_ = await self.reserve(len(keys))
         await self.say(commit=[self.commit(key, one) for key, one in zip(keys, credits_, strict=True)])
 
-    def commit(self, key: ChunkKey, extent: Extent, *, checksum: int = 0, parent: bytes = b"") -> pb.CommitChunk:
+    def commit(
+        self, key: ChunkKey, extent: Extent, *, checksum: int = 0, parent: bytes = b"", owner: bytes = b""
+    ) -> pb.CommitChunk:
         """A full chunk that was written into a credit."""
         return pb.CommitChunk(
             chunk_key=key,
@@ -153,6 +155,7 @@ class EngineClient:
             checksum=checksum,
             token_count=self.spec.chunk_size,
             parent_key=parent,
+            owner_key=owner,
         )
 
     async def release(self, ticket: str) -> None:

@@ -17,14 +17,14 @@ from tests.support.specs import small_spec
 SPEC = small_spec()
 
 
-async def store(engine: EngineClient, pool: Pool, *numbers: int) -> None:
+async def store(engine: EngineClient, pool: Pool, *numbers: int, owner: bytes = b"") -> None:
     """Chunks whose every word is their number."""
     commits = []
     granted = await engine.reserve(len(numbers))
     for number, extent in zip(numbers, granted, strict=True):
         np.frombuffer(pool.buffer, np.uint64, SPEC.chunk_bytes // 8, extent.offset)[:] = number
         right = checksum(pool.buffer, extent.offset, SPEC.chunk_bytes)
-        commits.append(engine.commit(chunk_key(number), extent, checksum=right))
+        commits.append(engine.commit(chunk_key(number), extent, checksum=right, owner=owner))
     await engine.say(commit=commits)
 
 

@@ -403,6 +403,7 @@ class Stores:
             part=store.part,
             superseded_key=store.superseded,
             prefix_digests=store.prefix_digests,
+            owner_key=store.state.chain.namespace,
         )
 
     def finished(self, state: RequestState) -> None:

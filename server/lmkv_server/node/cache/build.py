@@ -14,7 +14,7 @@ from lmkv.errors import ConfigError
 from lmkv.pool import memory
 from lmkv.pool.file import PoolFile, remove_unused
 from lmkv.pool.pool import LEFT_BYTES, Pool
-from lmkv.units import format_bytes
+from lmkv.units import GIB, format_bytes
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.eviction import POLICIES
 from lmkv_server.node.cache.host import HostTier
@@ -73,7 +73,8 @@ def _make_pool(config: NodeConfig) -> Pool:
 
 
 def _tier(config: NodeConfig, pool: Pool, events: CacheEvents) -> HostTier:
-    return HostTier(pool.size_bytes, events, POLICIES[config.eviction_policy]())
+    policy = POLICIES[config.eviction_policy]()
+    return HostTier(pool.size_bytes, events, policy, quota_bytes=round(config.max_salt_size * GIB))
 
 
 async def populate(pool: Pool) -> int:

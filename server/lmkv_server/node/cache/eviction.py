@@ -219,6 +219,10 @@ class EvictionQueue:
     def is_retained(self, key: ChunkKey) -> bool:
         return key in self._retained
 
+    def is_free(self, key: ChunkKey) -> bool:
+        """Whether the chunk is neither held, nor continued by another one, nor retained."""
+        return not self._is_held(key) and key not in self._retained
+
     def tail(self, keys: Sequence[ChunkKey], kept: Container[ChunkKey] = ()) -> list[ChunkKey]:
         """Returns the chunks of a prompt, each behind its parent, that no other prompt continues; the last one first.
 

@@ -20,6 +20,7 @@ from lmkv.tiers import HOST
 from lmkv_server.node.cache.allocator import FreeList, align
 from lmkv_server.node.cache.events import CacheListener
 from lmkv_server.node.cache.eviction import EvictionPolicy, EvictionQueue
+from lmkv_server.node.cache.quotas import OwnerQuotas
 
 
 class HasSize(Protocol):
@@ -77,6 +78,8 @@ class Chunk:
     """The chunk before it in its prompts, if that is known."""
     prefix_digests: bytes = b""
     """`lmkv.keys.prefix_digests` of a chunk in which prompts end, if they are known; else empty."""
+    owner: bytes = b""
+    """Whose quota it takes: the root of its key chain; empty: no one's."""
     dropped: bool = False
     """Whether it left the index, and only its holds keep the bytes."""
     extent_bytes: int = field(init=False)
@@ -96,13 +99,17 @@ class HostTier:
         policy: EvictionPolicy | None = None,
         *,
         region: int = 0,
+        quota_bytes: int = 0,
     ) -> None:
+        """`quota_bytes`: most bytes of the chunks of one owner; 0: no limit."""
         self.region = region
         """The memory that its offsets are in, as in `Extent.region`."""
         self._free = FreeList(size_bytes)
         self._listener = listener
         self._chunks: dict[ChunkKey, Chunk] = {}
         self._queue = EvictionQueue(policy)
+        self.quotas = OwnerQuotas(quota_bytes) if quota_bytes else None
+        """Bytes by owner, if they are limited."""
         self._reserved: dict[int, Reservation] = {}
         self._generation = 0
         self._chunk_bytes = 0
@@ -160,7 +167,7 @@ class HostTier:
             if chunk is None:
                 break
             found.append(chunk)
-        self._queue.use([chunk.key for chunk in found], keys[len(found) :])
+        self.use(found, keys[len(found) :])
         return found
 
     def prefix_length(self, keys: Sequence[ChunkKey], fingerprint: bytes) -> int:
@@ -183,7 +190,10 @@ class HostTier:
 
     def use(self, chunks: Iterable[Chunk], absent: Sequence[ChunkKey] = ()) -> None:
         """Notes a use of chunks of a prompt, in its order, that are in the index; `absent` are those behind them."""
-        self._queue.use([chunk.key for chunk in chunks], absent)
+        used = list(chunks)
+        self._queue.use([chunk.key for chunk in used], absent)
+        if self.quotas is not None:
+            self.quotas.use(used)
 
     def supersede(self, key: ChunkKey) -> None:
         """Has the chunk, if it is here and not used again, evicted before others."""
@@ -254,6 +264,25 @@ class HostTier:
             self._evicted_count += 1
         return self._reserve(offset, size)
 
+    def keep_quota(self, stored: Chunk) -> None:
+        """Evicts other chunks of the owner of a chunk that was just stored until it is within its quota.
+
+        Those that are held, retained, or continued by others stay, and the stored one leaves if none else can; or if
+        the chunk before it has left for the same reason, so that it cannot be found.
+        """
+        if self.quotas is None:
+            return
+        is_behind_a_gap = stored.parent not in (None, stored.owner) and stored.parent not in self._chunks
+        if is_behind_a_gap and self.quotas.exceeds(stored.owner):
+            surplus: Iterable[ChunkKey] = [stored.key]
+        else:
+            surplus = self.quotas.surplus(stored, self._queue.is_free)
+        for key in surplus:
+            self.quotas.count_evicted()
+            self._queue.remove(key)
+            self._forget(self._chunks[key], MissReason.EVICTED_BY_STORE)
+            self._evicted_count += 1
+
     def has_room(self, size_bytes: int) -> bool:
         """Whether an extent of this size can be reserved without an eviction."""
         return not self.sealed and align(size_bytes) <= self._free.longest_bytes
@@ -288,6 +317,10 @@ class HostTier:
         self._chunks[key] = chunk
         self._queue.add(key, chunk.parent)
         self._chunk_bytes += used
+        if self.quotas is not None:
+            parent = self._chunks.get(chunk.parent) if chunk.parent else None
+            chunk.owner = chunk.owner or (parent.owner if parent else b"")
+            self.quotas.add(chunk)
         if self._listener:
             self._listener.stored(HOST, chunk)
         return chunk
@@ -316,6 +349,8 @@ class HostTier:
         del self._chunks[chunk.key]
         self._chunk_bytes -= chunk.extent_bytes
         chunk.dropped = True
+        if self.quotas is not None:
+            self.quotas.remove(chunk)
         if not chunk.holds:
             self._free.give(chunk.offset, chunk.extent_bytes)
         if self._listener:
@@ -335,3 +370,5 @@ class HostTier:
             assert offset + size <= following, "extents overlap"
         assert sum(size for _, size in taken) == self.used_bytes
         assert sum(chunk.extent_bytes for chunk in self) == self.chunk_bytes
+        if self.quotas is not None:
+            self.quotas.check(self)

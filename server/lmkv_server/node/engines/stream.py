@@ -311,6 +311,7 @@ class EngineStream:
         key = _key(commit.chunk_key, "chunk_key")
         parent = _key(commit.parent_key, "parent_key") if commit.parent_key else None
         superseded = _key(commit.superseded_key, "superseded_key") if commit.superseded_key else None
+        owner = _key(commit.owner_key, "owner_key") if commit.owner_key else b""
         try:
             written = Chunk(
                 key=key,
@@ -321,6 +322,7 @@ class EngineStream:
                 token_count=commit.token_count,
                 parent=parent,
                 prefix_digests=commit.prefix_digests,
+                owner=owner,
             )
             self._session.commit(written, part=commit.part, superseded=superseded)
         except LmkvError as error:

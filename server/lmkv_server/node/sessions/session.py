@@ -267,6 +267,8 @@ class EngineSession:
             chunk.prefix_digests = b""
         committed = self._tier.commit(chunk)
         self._spend(offset)
+        if committed:
+            self._tier.keep_quota(committed)
         if superseded is not None and (spec.parts[part].rule != ALL or self._is_partial(superseded)):
             self._tier.supersede(part_key(superseded, part))
         return committed

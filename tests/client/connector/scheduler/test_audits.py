@@ -58,6 +58,12 @@ def test_without_a_rate_nothing_is_audited(make_engine: MakeEngine) -> None:
     assert outcomes(engine) == {}
 
 
+def test_chunks_that_may_be_rounded_are_not_audited(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(audit_rate=1, accept_lossy=True), PROMPT)
+    assert serve_again(engine, "a") == HIT + 2
+    assert outcomes(engine) == {}
+
+
 def test_some_audits_begin_earlier_so_that_every_chunk_is_audited(make_engine: MakeEngine) -> None:
     engine = filled(make_engine(audit_rate=1), PROMPT)
     computed = {serve_again(engine, str(number)) for number in range(60)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lmkv.keys import root_key
 from lmkv_client.connector.scheduler.stores import MAX_FAILURES
 from tests.client.connector.scheduler.serving import COLD, PROMPT, MakeEngine, forget_pages, until
 from tests.client.connector.simulated_models import CHUNK
@@ -171,3 +172,14 @@ def test_a_commit_that_the_node_refuses_does_no_harm(make_engine: MakeEngine) ->
     engine.serve("a", PROMPT)
     assert not engine.node.chunks
     engine.check_nothing_is_left()
+
+
+def test_commits_name_the_root_of_their_keys_as_owner(make_engine: MakeEngine) -> None:
+    """What shares it shares a quota of the pool: one salt, model and adapter."""
+    engine = make_engine()
+    for request_id, salt in (("a", ""), ("b", "tenant"), ("c", "tenant")):
+        engine.serve(request_id, [*range(CHUNK), *map(ord, request_id)] * 2, salt=salt)
+        engine.settle()
+    fingerprint = engine.kv.spec.fingerprint
+    owners = {commit.owner_key for commit in engine.node.commit_messages}
+    assert owners == {root_key(fingerprint), root_key(fingerprint, cache_salt="tenant")}
