@@ -63,9 +63,9 @@ LEVELS: Mapping[str, Level] = {
     "streams": Level(request_count=40, clients=4, has_streams=True),
 }
 QUICK_LEVELS = ("c4", "c16")
-QUICK_SHARE = 0.4
+QUICK_SHARE = 0.3
 """A quick run sends this share of a level's requests."""
-QUICK_CELLS = (OWN,)
+QUICK_CELLS, QUICK_SYSTEMS = (OWN,), (LMKV,)
 DOCUMENTS, QUICK_DOCUMENTS = 40, 30
 
 
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--system",
         action="append",
         choices=places.SYSTEMS[1:],
-        help="measure this one beside the engine alone; may be repeated (all)",
+        help="measure this one beside the engine alone; may be repeated (all; with --quick: lmkv)",
     )
     parser.add_argument("--level", action="append", choices=LEVELS, help="how requests come; may be repeated (all)")
     parser.add_argument("--requests", type=float, default=1.0, metavar="F", help="factor of each level's requests (1)")
@@ -120,6 +120,7 @@ def measure(run: BenchmarkRun) -> None:
     dtype = engines.choose_dtype(run)
     levels: Sequence[str] = args.level or (QUICK_LEVELS if run.quick else tuple(LEVELS))
     cells: Sequence[str] = args.only or (QUICK_CELLS if run.quick else CELLS)
+    systems: Sequence[str] = args.system or (QUICK_SYSTEMS if run.quick else places.SYSTEMS)
     if any(LEVELS[level].share for level in levels) and CAPACITY not in levels:
         levels = (CAPACITY, *levels)
     scale = args.requests * (QUICK_SHARE if run.quick else 1)
@@ -150,7 +151,7 @@ def measure(run: BenchmarkRun) -> None:
     for place in dict.fromkeys(OWN if cell == MISSES else cell for cell in cells):
         of_place = [cell for cell in cells if cell == place or (place == OWN and cell == MISSES)]
         for system, open_pair in places.openers(plan, place, lmcache).items():
-            if system not in (ALONE, *(args.system or places.SYSTEMS)):
+            if system not in (ALONE, *systems):
                 continue
             left = [cell for cell in of_place if system != ALONE or _kind(cell) not in alone]
             if not left:
@@ -202,7 +203,8 @@ def _measure_cell(
     pair.wait_until_stored(warm)
     pair.second.complete(warm, 2, extra=pair.direction())
     if system != ALONE or _kind(cell) == OWN:
-        for document in workload.documents:
+        # An engine alone forgets all but the last of them.
+        for document in workload.documents[-IN_CACHE if system == ALONE else 0 :]:
             pair.first.complete(document, 1)
         for document in workload.documents[-1:]:
             pair.wait_until_stored(document)
@@ -210,7 +212,7 @@ def _measure_cell(
     for name, level in levels.items():
         asked = workload.prompts(name, level.request_count)
         pids = session_pids(pair.second.pid)
-        before = machine.process_seconds(pids)
+        before, steps = machine.process_seconds(pids), _steps(pair)
         if level.share:
             capacity = (found if system == ALONE else alone[_kind(cell)])[CAPACITY].requests_per_second
             found[name] = clients.open_loop(ask, asked, level.share * capacity)
@@ -221,9 +223,16 @@ def _measure_cell(
             found[name] = replace(found[name], stream_gaps=decoding.gaps)
         else:
             found[name] = clients.closed_loop(ask, asked, level.clients)
-        found[name] = replace(found[name], engine_seconds=machine.process_seconds(pids) - before)
+        found[name] = replace(
+            found[name], engine_seconds=machine.process_seconds(pids) - before, engine_steps=_steps(pair) - steps
+        )
         run.say(f"{cell}, {system}, {name}: {_in_words(found[name])}")
     return found
+
+
+def _steps(pair: EnginePair) -> float:
+    """Steps that the asked engine has made and reported: those in which it computed tokens."""
+    return pair.second.metrics().get("vllm:iteration_tokens_total_count", 0.0)
 
 
 def _report(
@@ -245,6 +254,8 @@ def _in_words(measured: Measured) -> str:
     words = f"TTFT p50 {ms['_ttft_p50_ms']:.0f}, p99 {ms['_ttft_p99_ms']:.0f} ms, ITL p99 {ms['_itl_p99_ms']:.0f} ms"
     words += f", {measured.requests_per_second:.2f} requests/s, hit {measured.hit_rate:.1f} %"
     words += f", {ms['_engine_cpu_ms']:.0f} ms of the engine's processor time each"
+    if measured.engine_steps:
+        words += f", {ms['_engine_steps']:.2f} steps each"
     if measured.stream_gaps:
         words += f", streams' gaps p50 {ms['_stream_gap_p50_ms']:.0f}, p99 {ms['_stream_gap_p99_ms']:.0f} ms"
     return words

@@ -30,6 +30,8 @@ class Measured:
     """From the first request to the last answer."""
     engine_seconds: float = 0.0
     """Processor time of the engine meanwhile; 0 where it was not measured."""
+    engine_steps: float = 0.0
+    """Steps of the engine meanwhile; 0 where they were not counted."""
     stream_gaps: Sequence[float] = ()
     """Seconds between the tokens of streams that decoded meanwhile."""
 
@@ -69,6 +71,8 @@ class Measured:
         values |= {"requests_per_s": (self.requests_per_second, "1/s"), "hit_rate": (self.hit_rate, "% of tokens")}
         if self.engine_seconds:
             values["engine_cpu_ms"] = (1e3 * self.engine_seconds / len(self.completions), "ms")
+        if self.engine_steps:
+            values["engine_steps"] = (self.engine_steps / len(self.completions), "steps")
         others = {row.name.removeprefix(name): row.value for row in other.rows(name)} if other else {}
         for what, (value, unit) in values.items():
             if base := others.get(f"_{what}"):

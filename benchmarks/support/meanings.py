@@ -24,6 +24,7 @@ _CONCURRENT = (
     ("requests_per_s", "throughput"),
     ("hit_rate", "hit rate in tokens"),
     ("engine_cpu_ms", "processor time of the engine per request"),
+    ("engine_steps", "steps of the engine per request"),
     ("identical", "answers equal to those of the engine alone"),
 )
 _HOST_CHANNELS = "(tcp|nixl|ucx|mooncake|auto)"

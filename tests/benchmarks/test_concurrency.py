@@ -27,7 +27,7 @@ def make(ttft_ms: float, *, cached: int = 0, token: int = 1) -> Completion:
 
 
 def measured(*completions: Completion, seconds: float = 2.0, gaps: Sequence[float] = ()) -> Measured:
-    return Measured(completions=completions, seconds=seconds, stream_gaps=gaps, engine_seconds=0.5)
+    return Measured(completions=completions, seconds=seconds, stream_gaps=gaps, engine_seconds=0.5, engine_steps=9)
 
 
 def test_a_completion_has_the_gaps_between_its_tokens() -> None:
@@ -119,6 +119,7 @@ def test_rows_are_compared_with_the_engine_alone() -> None:
     assert rows["own_lmkv_c4_hit_rate"].ratio is None  # the engine alone has none
     assert rows["own_lmkv_c4_identical"].value == 50
     assert rows["own_lmkv_c4_engine_cpu_ms"].value == 250
+    assert rows["own_lmkv_c4_engine_steps"].value == 4.5
     assert rows["own_lmkv_c4_stream_gap_p50_ms"].baseline is None  # it had no streams
 
 
