@@ -1,4 +1,4 @@
-"""The disk tier, beside as many threads that write and read the same files without a tier.
+"""The disk tier, beside as many threads that write such files, and read the same ones, without a tier.
 
 `tier` uses plain system calls, `nixl` NIXL's POSIX backend, `encrypted` is `tier` with `encryption_key_file`.
 """
@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from benchmarks.support.command import BenchmarkRun
@@ -30,7 +31,7 @@ WAYS = ("tier", "encrypted", "nixl")
 
 
 def measure(run: BenchmarkRun, rounds: int) -> None:
-    """Adds rows for each size of chunks. In a round, each way follows the bare threads."""
+    """Adds rows for each size of chunks. In a round, each way follows the bare threads, which also read its files."""
     for name, chunk_bytes in SIZES.items():
         run.say(f"disk: chunks of {chunk_bytes >> 10} KiB")
         passes = Passes()
@@ -41,7 +42,8 @@ def measure(run: BenchmarkRun, rounds: int) -> None:
             for _ in range(rounds):
                 _bare(chunks, Path(folder), passes)
                 for way in WAYS:
-                    asyncio.run(through(_tier(chunks, Path(folder), way), chunks, passes, way))
+                    bare = partial(_read_files, chunks, Path(folder) / way)
+                    asyncio.run(through(_tier(chunks, Path(folder), way), chunks, passes, way, bare))
         run.add(*passes.rows("disk", name))
 
 
@@ -55,6 +57,19 @@ def _tier(chunks: Chunks, folder: Path, way: str) -> DiskTier:
         io=io,
         encryption=encryption_in(folder) if way == "encrypted" else None,
     )
+
+
+def _read_files(chunks: Chunks, folder: Path) -> None:
+    """Reads the files of a tier into the pool, whose chunks must have been dropped."""
+    io, files = PlainIo(), list(folder.glob("*.chunk"))
+
+    def one(index: int) -> None:
+        fd = os.open(files[index], os.O_RDONLY | os.O_DIRECT)
+        io.read(fd, chunks.part(index))
+        os.close(fd)
+
+    with ThreadPoolExecutor(READ_THREADS) as threads:
+        list(threads.map(one, range(len(files))))
 
 
 def _bare(chunks: Chunks, folder: Path, passes: Passes) -> None:

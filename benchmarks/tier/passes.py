@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -26,6 +26,7 @@ from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 
 TIMEOUT_SECONDS = 120.0
+_BESIDE = "bare beside "
 
 
 def spec_of(chunk_bytes: int) -> KvSpec:
@@ -97,24 +98,46 @@ class Passes:
     @contextmanager
     def timed(self, way: str, act: str, size_bytes: int) -> Iterator[None]:
         """Measures the block, and this process's processor time in it."""
-        wall, cpu = time.perf_counter(), time.process_time()
-        yield
-        size = size_bytes / GIB
-        cost = Cost((time.perf_counter() - wall) / size, (time.process_time() - cpu) / size)
-        self._costs[way, act].append(cost)
+        with _timed(self._costs[way, act], size_bytes):
+            yield
+
+    async def timed_between(self, way: str, bare: Callable[[], None], size_bytes: int, read: Awaitable[None]) -> None:
+        """Measures a read of a way, and as its baseline the mean of bare reads of the same files before and after it.
+
+        Devices are slower after a burst: only reads of the same moment can be compared.
+        """
+        around: list[Cost] = []
+        with _timed(around, size_bytes):
+            await asyncio.to_thread(bare)
+        with self.timed(way, "read", size_bytes):
+            await read
+        with _timed(around, size_bytes):
+            await asyncio.to_thread(bare)
+        self._costs[_BESIDE + way, "read"].append(Cost(*(statistics.mean(each) for each in zip(*around, strict=True))))
 
     def rows(self, store: str, chunks: str) -> Iterator[Row]:
-        """Rows of every act and way; those of the way `bare` are the baseline of the others.
+        """Rows of every act and way; their baseline are bare reads around them, or those of the way `bare`.
 
         Raises `KeyError` if there are none.
         """
         measured = dict(self._costs)
         for (way, act), costs in measured.items():
-            bare = measured["bare", act]
+            if way.startswith(_BESIDE):
+                continue
+            bare = measured.get((_BESIDE + way, act)) or measured["bare", act]
             rates, cpu = [1 / cost.seconds for cost in costs], [cost.cpu_seconds for cost in costs]
             bare_rates, bare_cpu = [1 / cost.seconds for cost in bare], [cost.cpu_seconds for cost in bare]
             yield _row(f"{store}_{way}_{act}_{chunks}", "GB/s", way, rates, bare_rates)
             yield _row(f"{store}_{way}_{act}_cpu_{chunks}", "s/GB", way, cpu, bare_cpu)
+
+
+@contextmanager
+def _timed(costs: list[Cost], size_bytes: int) -> Iterator[None]:
+    """Measures the block."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield
+    size = size_bytes / GIB
+    costs.append(Cost((time.perf_counter() - wall) / size, (time.process_time() - cpu) / size))
 
 
 def _row(name: str, unit: str, way: str, values: list[float], bare: list[float]) -> Row:
@@ -130,8 +153,17 @@ def _row(name: str, unit: str, way: str, values: list[float], bare: list[float])
     )
 
 
-async def through(tier: DiskTier | RemoteTier, chunks: Chunks, passes: Passes, way: str) -> None:
-    """Writes all chunks behind, reads them into the pool again, and drops them. Opens the tier."""
+async def through(
+    tier: DiskTier | RemoteTier,
+    chunks: Chunks,
+    passes: Passes,
+    way: str,
+    bare: Callable[[], None] | None = None,
+) -> None:
+    """Writes all chunks behind, reads them into the pool again, and drops them. Opens the tier.
+
+    `bare` reads the same files without the tier, if they can be.
+    """
     async with tier:
         async with asyncio.timeout(TIMEOUT_SECONDS):
             for backend in tier.volumes if isinstance(tier, DiskTier) else [tier.backend]:
@@ -147,8 +179,12 @@ async def through(tier: DiskTier | RemoteTier, chunks: Chunks, passes: Passes, w
         presence = await tier.lookup(needs)
         assert presence.run_from(0) == len(chunks.keys), "not all are found"
         read: list[int] = []
-        with passes.timed(way, "read", chunks.size_bytes):
-            await tier.reader.read(chunks.spec.fingerprint, chunks.keys, TIMEOUT_SECONDS, lambda at, _: read.append(at))
+        reading = tier.reader.read(chunks.spec.fingerprint, chunks.keys, TIMEOUT_SECONDS, lambda at, _: read.append(at))
+        if bare:
+            await passes.timed_between(way, bare, chunks.size_bytes, reading)
+        else:
+            with passes.timed(way, "read", chunks.size_bytes):
+                await reading
         assert len(read) == len(chunks.keys), "not all were read"
         chunks.tier.drop(chunks.keys)
         await tier.drop(Selection())
