@@ -6,6 +6,7 @@ weights. An engine of the API attaches to their nodes, and stores wrong bytes un
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 from lmkv_client.engine import Engine, Written
 from tests.engines.llm import Answers, LlmFleet, LlmProcess, Nursery, make_prompt
 from tests.engines.parts import NodeParts
+from tests.engines.test_architectures import REPRESENTATIVE
+from tests.support.models import ARCHITECTURES, Architecture, make_architecture
 
 pytestmark = pytest.mark.engine
 
@@ -106,6 +109,38 @@ def test_honest_chunks_are_equal_whatever_their_prompts(auditor: Auditor) -> Non
         answers.append(auditor.engine.ask_again(*prompts))
         assert {outcome for one in answers for outcome in outcomes(one)} == {"equal"}
         assert all(sum(outcomes(one).values()) for one in answers)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=() if name in REPRESENTATIVE else pytest.mark.more_models) for name in ARCHITECTURES
+    ]
+)
+def architecture(
+    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Architecture, LlmProcess]]:
+    """A model of another kind, and an engine that audits it."""
+    architecture = ARCHITECTURES[request.param]
+    model = make_architecture(tmp_path_factory.mktemp("models") / request.param, request.param)
+    with LlmFleet(nursery, model, tmp_path_factory.mktemp("logs")) as fleet:
+        settings = {"audit_rate": "1", "chunk_size": str(architecture.chunk_size), "save_partial_chunks": "true"}
+        fleet.add("auditor", settings, dtype=architecture.dtype)
+        fleet.start()
+        yield architecture, fleet.engines["auditor"]
+
+
+def test_honest_chunks_of_every_architecture_are_equal(architecture: tuple[Architecture, LlmProcess]) -> None:
+    """With ends of prompts inside chunks, and with several prompts in a batch."""
+    kind, engine = architecture
+    prompts = [make_prompt(seed, length) for seed, length in enumerate((kind.chunk_size + 1, 700, 1000, 2300))]
+    for prompt in prompts:
+        engine.ask(prompt)
+    counts: Counter[str] = Counter()
+    for _ in range(3):
+        for answers in (*(engine.ask_again(prompt) for prompt in prompts), engine.ask_again(*prompts)):
+            counts.update(outcomes(answers))
+    expected = {"equal"} if kind.steps_exactly and kind.model_type != "qwen3_next" else set()
+    assert set(counts) == expected, [line for line in engine.log().splitlines() if "differs from" in line]
 
 
 # ---- faults

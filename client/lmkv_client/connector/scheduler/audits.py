@@ -20,6 +20,7 @@ from statistics import median
 from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
+from lmkv.v1.chunk_pb2 import PART_RULE_END
 from lmkv_client.connector.messages import Comparison, LayerError
 from lmkv_client.connector.scheduler.block_copies import items_of
 from lmkv_client.connector.scheduler.loads import check
@@ -57,16 +58,12 @@ TOLERANCES: Mapping[str, tuple[LayerError, LayerError]] = {
 """The least and the greatest tolerance by KV dtype; the greatest one holds at first. Wrong KV has errors of 0.5 and
 more, rounding in the last layers of a model errors of some hundredths in bfloat16."""
 
-LOSSY = LayerError(0.4, 1.5)
-"""The tolerance of engines that accept rounded chunks: `int4` has errors of 0.1 to 0.2."""
-
 
 class Tolerance:
     """The largest errors that are taken for rounding: a multiple of the median of those that were seen."""
 
-    def __init__(self, dtype: str, *, is_lossy: bool = False) -> None:
-        """`is_lossy`: chunks may have been rounded by codecs, or follow such chunks."""
-        self._least, self._most = (LOSSY, LOSSY) if is_lossy else TOLERANCES[dtype]
+    def __init__(self, dtype: str) -> None:
+        self._least, self._most = TOLERANCES[dtype]
         self._honest: deque[LayerError] = deque(maxlen=MAX_HONEST)
 
     @property
@@ -100,18 +97,18 @@ class Audits:
     """The audits of one engine."""
 
     def __init__(self, config: ConnectorConfig, session: Session[RequestLookup], *, may_store: bool) -> None:
-        """Without `may_store` nothing is audited: comparisons take the place of stores."""
+        """Without `may_store` nothing is audited: comparisons take the place of stores. Nor are models with recurrent
+        states, where what vLLM computes depends on the split of a prompt, and engines that accept rounded chunks.
+        """
         spec = session.spec
-        # Rounded chunks differ from computed ones by more than an honest computation does.
-        self._rate = config.audit_rate if may_store and not session.spec.accepts_lossy else 0.0
+        has_states = any(part.rule == PART_RULE_END for part in spec.parts)
+        self._rate = config.audit_rate if may_store and not has_states and not spec.accepts_lossy else 0.0
         self._session = session
         self._size = spec.chunk_size
         self._is_whole = items_of(spec).all_or_none
         """Whether hits are loaded as a whole or not at all."""
         self._tolerances = {
-            index: Tolerance(part.kv_dtype, is_lossy=spec.accepts_lossy)
-            for index, part in enumerate(spec.parts)
-            if part.kv_dtype in TOLERANCES
+            index: Tolerance(part.kv_dtype) for index, part in enumerate(spec.parts) if part.kv_dtype in TOLERANCES
         }
         """By part; other parts are not audited."""
         self._suspects: OrderedDict[ChunkKey, Suspicion] = OrderedDict()
