@@ -16,10 +16,12 @@ import pytest
 from numpy.typing import NDArray
 
 from lmkv_client.engine import Engine, Written
+from lmkv_server.node.audits import MIN_WRONG
 from tests.engines.llm import Answers, LlmFleet, LlmProcess, Nursery, make_prompt
-from tests.engines.parts import NodeParts
+from tests.engines.parts import HeldItem, NodeParts
 from tests.engines.test_architectures import REPRESENTATIVE
 from tests.support.models import ARCHITECTURES, Architecture, make_architecture
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -70,6 +72,10 @@ class Auditor:
             shape = (self._spec.layer_count, self._spec.kv_head_count, CHUNK // BLOCK, 2, -1)
             extents = held.load(timeout=10)
             return [np.frombuffer(extent.view, self._element).reshape(shape).copy() for extent in extents]
+
+    def held(self, prompt: Sequence[int]) -> list[HeldItem]:
+        """The chunks of the prompt that its node has."""
+        return self._parts.held(prompt)
 
     def plant(self, prompt: Sequence[int], chunk: Chunk) -> None:
         """Stores this chunk under the key of a prompt's last chunk, in the place of that one."""
@@ -197,14 +203,11 @@ def test_a_planted_fault_is_found_by_the_next_request(
     chunks = auditor.chunks(prompt)
     wrong = fault(chunks[LAST].copy(), auditor, prompt)
     auditor.plant(prompt, wrong)
-    first = auditor.audit(prompt)
-    assert outcomes(first).get("suspect") == 1
-    assert 0 < first.cached_tokens < HIT_TOKENS
-    second = auditor.audit(prompt)
-    assert outcomes(second).get("wrong") == 1
-    assert second.cached_tokens == 0
+    answers = auditor.audit(prompt)
+    assert outcomes(answers).get("suspect") == 1
+    assert 0 < answers.cached_tokens < HIT_TOKENS
     if auditor.engine.options["dtype"] == "float32":
-        assert first.token_ids == second.token_ids == expected
+        assert answers.token_ids == expected
 
 
 def test_one_layer_of_old_weights_is_found(fleet: LlmFleet, prompt: list[int]) -> None:
@@ -213,4 +216,22 @@ def test_one_layer_of_old_weights_is_found(fleet: LlmFleet, prompt: list[int]) -
     chunks[LAST][1] = others[LAST][1]
     auditor.plant(prompt, chunks[LAST])
     assert outcomes(auditor.audit(prompt)).get("suspect") == 1
-    assert outcomes(auditor.audit(prompt)).get("wrong") == 1
+
+
+def test_a_chunk_that_differs_twice_is_dropped_and_a_spec_with_many_of_them_is_not_served(fleet: LlmFleet) -> None:
+    """The last test: the node of `exact` finds nothing afterwards."""
+    auditor = Auditor(fleet, "exact")
+    prompts = [make_prompt(seed, PROMPT_TOKENS) for seed in range(50, 50 + MIN_WRONG)]
+    for number, prompt in enumerate(prompts):
+        expected = auditor.engine.ask(prompt).token_ids
+        auditor.plant(prompt, np.roll(auditor.chunks(prompt)[LAST], 1, axis=1))
+        assert outcomes(auditor.audit(prompt)).get("suspect") == 1
+        confirming = auditor.audit(prompt)
+        assert (confirming.cached_tokens, confirming.token_ids) == (0, expected)
+        assert outcomes(confirming).get("wrong") == 1
+        assert "is wrong: computed twice, it differs" in auditor.engine.log()
+        if number + 1 < MIN_WRONG:
+            wait_until(lambda prompt=prompt: len(auditor.held(prompt)) == LAST)  # type: ignore[misc]
+    wait_until(lambda: not auditor.held(prompts[0]))
+    assert auditor.audit(prompts[0]).cached_tokens == 0
+    wait_until(lambda: fleet.coordinator.instances()["exact"].stats.stopped_models == ["tiny"])
