@@ -6,17 +6,21 @@ import pytest
 
 from lmkv.keys import root_key
 from lmkv_client.connector.scheduler.stores import MAX_FAILURES
+from lmkv_client.engine.write_credits import KEPT_WHEN_IDLE
 from tests.client.connector.scheduler.serving import COLD, PROMPT, MakeEngine, forget_pages, until
 from tests.client.connector.simulated_models import CHUNK
 
 # ---- write credits
 
 
-def test_an_idle_engine_gives_back_the_credits_that_it_does_not_need(make_engine: MakeEngine) -> None:
+def test_an_idle_engine_returns_the_credits_that_an_aborted_prompt_did_not_need(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    engine.serve("a", PROMPT)
+    engine.add("a", list(range(3, 3 + 12 * CHUNK)))  # looked up with a request for credits
+    assert len(engine.node.credits_out) > KEPT_WHEN_IDLE
+    engine.abort("a")
     engine.settle()
-    assert 0 < len(engine.node.credits_out) <= 4
+    assert len(engine.side._session.credits[0]) == len(engine.node.credits_out) == KEPT_WHEN_IDLE
+    engine.check_nothing_is_left()
 
 
 def test_credits_never_exceed_what_the_node_allows(make_engine: MakeEngine) -> None:
