@@ -65,6 +65,8 @@ class DiskChunk:
     """Sets it apart from every other file of the same chunk: when it was written, in nanoseconds."""
     prefix_digests: bytes = b""
     """The digests of `host.Chunk`; in memory only: empty if an earlier process wrote the file."""
+    is_verified: bool = False
+    """Whether `checksum` was computed from what was read, after the stored bytes were verified."""
 
     @property
     def memory_bytes(self) -> int:

@@ -127,7 +127,7 @@ class EncodedFiles:
             return None
         if self._codec.decode(chunk.fingerprint, encoded, memory) != chunk.size_bytes:
             return None
-        return replace(chunk, checksum=checksum(memory[: chunk.size_bytes]))
+        return replace(chunk, checksum=checksum(memory[: chunk.size_bytes]), is_verified=True)
 
     def write(self, fd: int, chunk: DiskChunk, memory: memoryview) -> DiskChunk:
         """Encodes the chunk, and writes that, padded with zeros."""

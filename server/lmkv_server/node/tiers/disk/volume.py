@@ -181,7 +181,7 @@ class DiskVolume:
 
         def read() -> DiskChunk | None:
             found = self.folder.read(chunk, memory)
-            return found if found and is_intact(found) else None
+            return found if found and (found.is_verified or is_intact(found)) else None
 
         try:
             return await self.health.run("read", read)

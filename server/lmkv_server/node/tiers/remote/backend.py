@@ -169,7 +169,8 @@ class EncodedObjects:
         size_bytes = self._codec.decode(chunk.fingerprint, encoded, memory)
         if size_bytes is None:
             return None
-        return replace(stored, size_bytes=size_bytes, checksum=kernels.checksum(memory[:size_bytes]))
+        checksum = kernels.checksum(memory[:size_bytes])
+        return replace(stored, size_bytes=size_bytes, checksum=checksum, is_verified=True)
 
 
 def _without(header_bytes: int, object_bytes: int, most_bytes: int) -> int:
@@ -265,7 +266,9 @@ class StoreBackend:
 
         def read() -> RemoteObject | None:
             described = self.objects.get(self._store, chunk, memory)
-            return described if described and chunk.is_whole(described) and is_intact(described) else None
+            if described is None or not chunk.is_whole(described):
+                return None
+            return described if described.is_verified or is_intact(described) else None
 
         try:
             return await self.health.run("read", read)

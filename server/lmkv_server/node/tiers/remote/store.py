@@ -86,6 +86,8 @@ class RemoteObject:
     token_count: int
     size_bytes: int
     checksum: int
+    is_verified: bool = False
+    """Whether `checksum` was computed from what was read, after the stored bytes were verified."""
 
     @property
     def header(self) -> bytes:
