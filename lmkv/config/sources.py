@@ -179,7 +179,7 @@ REPLACED = {
     "pd_proxy_port": "a decode waits for the announced chunks; the proxy needs no notification",
     "proxy_host": "prefill engines do not call the proxy",
     "proxy_port": "prefill engines do not call the proxy",
-    "remote_serde": "chunks are stored as they are in memory",
+    "remote_serde": "remote_codec has codecs of lmkv",
 }
 """Keys of LMCache without a counterpart, and what replaces them. They are accepted with a notice."""
 

@@ -144,7 +144,7 @@ def test_a_wrong_value_is_refused_by_its_path_by_helm_and_its_linter(values: dic
         ({"proxy": {"config": {"engine_api_key": "k"}}}, "follows from proxy.engineApiKey.existingSecret: set that"),
         ({"node": {"config": {"cache_policy": "LRU"}}}, "is another spelling of eviction_policy: write that"),
         ({"node": {"config": {"remote_url": "s3://b"}}}, "node.config has remote_url, which follows from node.remote"),
-        ({"node": {"config": {"remote_serde": "naive"}}}, "has no counterpart in lmkv, because chunks are stored as"),
+        ({"node": {"config": {"remote_serde": "naive"}}}, "has no counterpart in lmkv, because remote_codec has"),
         (
             {"node": {"extraEnv": [{"name": "LMKV_EVICTION_POLICY", "value": "fifo"}]}},
             "node.extraEnv has LMKV_EVICTION_POLICY, whose value nothing would check: set node.config.eviction_policy",
