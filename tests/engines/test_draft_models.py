@@ -118,7 +118,7 @@ def fleet(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, method: st
         speculative["model"] = str(make_head(folder / "head", model) if make_head else model)
     with LlmFleet(nursery, model, tmp_path_factory.mktemp("logs")) as fleet:
         fleet.add("bare", transfer_config=None, speculative_config=speculative)
-        fleet.add("lmkv", speculative_config=speculative)
+        fleet.add("lmkv", {"audit_rate": "1"}, speculative_config=speculative)  # which audits no drafter's KV
         fleet.start()
         yield fleet
 

@@ -113,7 +113,7 @@ def engine_identity(vllm_config: VllmConfig) -> str:
     """
     load, after = vllm_config.load_config, loaded_after(vllm_config)
     models = [model_identity(vllm_config.model_config, load, after)]
-    if (draft := _draft_model(vllm_config)) is not None:
+    if (draft := draft_model(vllm_config)) is not None:
         models.append(model_identity(draft, vllm_config.speculative_config.draft_load_config or load, after))
     modes = changed_modes(vllm_config)
     return models[0] if len(models) == 1 and not modes else digest_of(*models, *modes)
@@ -193,7 +193,7 @@ def _check_source(model: ModelConfig, load: LoadConfig) -> None:
 def identity_across_engines(vllm_config: VllmConfig, *, kv_dtype: str, model_id: str) -> str:
     """Identity of KV that engines of other kinds may share. Raises `ConfigError` if this engine's KV is not such."""
     model = vllm_config.model_config
-    if _draft_model(vllm_config) is not None:
+    if draft_model(vllm_config) is not None:
         raise ConfigError(
             "share_across_engines: the chunks of this engine have the layers of a draft model too",
             key="share_across_engines",
@@ -213,7 +213,7 @@ def identity_across_engines(vllm_config: VllmConfig, *, kv_dtype: str, model_id:
     )
 
 
-def _draft_model(vllm_config: VllmConfig) -> ModelConfig | None:
+def draft_model(vllm_config: VllmConfig) -> ModelConfig | None:
     """The draft model whose layers are cached with the model's own, if there is one."""
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.uses_draft_kv_cache():

@@ -16,7 +16,14 @@ from lmkv.spec import TOKEN_MAJOR
 from lmkv_client import startup_error
 from lmkv_client.connector.adapters import Adapters
 from lmkv_client.connector.engine_kv import engine_kv
-from lmkv_client.connector.identity import adapter_options, head_shares, loaded_after, served_names, worker_rank
+from lmkv_client.connector.identity import (
+    adapter_options,
+    draft_model,
+    head_shares,
+    loaded_after,
+    served_names,
+    worker_rank,
+)
 from lmkv_client.connector.messages import StepPlan
 from lmkv_client.connector.scheduler.side import SchedulerSide
 from lmkv_client.connector.scheduler.stores import SchedulerOptions
@@ -103,6 +110,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 may_load=self._kv_transfer_config.is_kv_consumer,
                 may_store=self._kv_transfer_config.is_kv_producer,
+                reads_ahead=draft_model(vllm_config) is not None,
                 has_events=has_events,
             )
             self._scheduler = SchedulerSide(config, kv, self._link, options, adapters=_adapters(vllm_config))

@@ -96,13 +96,14 @@ class Suspicion:
 class Audits:
     """The audits of one engine."""
 
-    def __init__(self, config: ConnectorConfig, session: Session[RequestLookup], *, may_store: bool) -> None:
-        """Without `may_store` nothing is audited: comparisons take the place of stores. Nor are models with recurrent
-        states, where what vLLM computes depends on the split of a prompt, and engines that accept rounded chunks.
+    def __init__(self, config: ConnectorConfig, session: Session[RequestLookup], *, may_audit: bool) -> None:
+        """Without `may_audit` nothing is audited: an engine that stores nothing has nothing to compare. Nor are models
+        with recurrent states, where what vLLM computes depends on the split of a prompt, and engines that accept
+        rounded chunks.
         """
         spec = session.spec
         has_states = any(part.rule == PART_RULE_END for part in spec.parts)
-        self._rate = config.audit_rate if may_store and not has_states and not spec.accepts_lossy else 0.0
+        self._rate = config.audit_rate if may_audit and not has_states and not spec.accepts_lossy else 0.0
         self._session = session
         self._size = spec.chunk_size
         self._is_whole = items_of(spec).all_or_none

@@ -92,7 +92,7 @@ class SchedulerSide:
         self._loads = Loads(config, session, blocks, clock, rank_count=options.rank_count)
         self._builder = RequestBuilder(config, session, self.adapters)
         self._events = BlockEvents(spec=spec, groups=kv.groups, hash_block_size=kv.hash_block_size)
-        self._audits = Audits(config, session, may_store=options.may_store)
+        self._audits = Audits(config, session, may_audit=options.may_store and not options.reads_ahead)
         self._stores = Stores(config, session, blocks, self._events, skipped, self._audits, options)
         self._last_account: tuple[str, PromptAccount] | None = None
         """The account of the request that has ended last, for `identity`."""

@@ -42,6 +42,8 @@ class SchedulerOptions:
     step_tokens: int
     may_load: bool = True
     may_store: bool = True
+    reads_ahead: bool = False
+    """Whether chunks have layers of a drafter: these may depend on the token behind a chunk, which no key names."""
     has_events: bool = False
     """Whether vLLM publishes KV events."""
     clock: Callable[[], float] = time.monotonic
