@@ -96,6 +96,20 @@ def test_a_read_that_fails_releases_what_nixl_keeps_for_it() -> None:
     in_new_process(failing_reads, UCX_TLS="tcp")
 
 
+async def failed_thread() -> None:
+    memory = Memory(MIB)
+    channel: Any = await memory.open("nixl", "reader:1")
+    channel._thread.submit(lambda: 1 / 0)
+    await eventually(lambda: not channel._thread._thread.is_alive())
+    with pytest.raises(Unreachable, match="closed"):
+        await channel.remove_peer("owner:1")
+    await channel.aclose()
+
+
+def test_a_channel_whose_thread_has_failed_is_closed_and_keeps_no_one_waiting() -> None:
+    in_new_process(failed_thread, UCX_TLS="tcp")
+
+
 async def test_a_backend_that_is_not_there_is_refused_by_key() -> None:
     memory = Memory(MIB)
     with pytest.raises(ConfigError, match="nixl_backends: PIGEON"):
