@@ -208,6 +208,19 @@ def test_a_lost_node_ends_the_hints_that_it_was_sent(make_engine: MakeEngine) ->
     engine.check_nothing_is_left()
 
 
+def test_a_hint_that_waits_for_the_last_chunk_ends_with_the_node(make_engine: MakeEngine) -> None:
+    engine = make_engine(save_partial_chunks=True)
+    engine.workers[0].reports_late = True
+    engine.add("a", PROMPT, transfer=hinted(action("pin")))
+    engine.run("a")
+    assert engine.side._hints._ended, "it is repeated once all is written"
+    engine.node.lose()
+    engine.node.attach()
+    engine.settle()
+    assert [hint.running for hint in engine.node.hints] == [True]
+    engine.check_nothing_is_left()
+
+
 def test_hints_of_an_aborted_request_leave_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine(step_tokens=64)
     engine.add("a", PROMPT, transfer=hinted(action("evict"), action("prefetch", "b")))
