@@ -84,7 +84,7 @@ def test_one_that_others_reach_warns_unless_it_asks_for_tokens_over_tls(tmp_path
             "WARNING any client that reaches 0.0.0.0 may call it: set auth_tokens or tls_client_ca, or bind 127.0.0.1",
         ),
         (["--auth-tokens", tokens], "WARNING tokens are sent to 0.0.0.0 unencrypted: set tls_cert and tls_key"),
-        (["--auth-tokens", tokens, "--tls-cert", pair.cert, "--tls-key", pair.key], "INFO lmkv coordinator ready"),
+        (["--auth-tokens", tokens, "--tls-cert", pair.cert, "--tls-key", pair.key], "INFO Ready on"),
     ):
         command = [*RUN, "--port", "0", "--host", "0.0.0.0", *flags]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
@@ -150,7 +150,7 @@ def serving(free_ports: tuple[int, int]) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen([*RUN, *arguments], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         try:
             assert process.stderr is not None
-            while "ready on" not in (line := process.stderr.readline()):
+            while "Ready on" not in (line := process.stderr.readline()):
                 assert line, "it ended"
             yield process
         finally:

@@ -36,7 +36,7 @@ def coordinator(log_format: str) -> Iterator[tuple[str, list[str]]]:
         try:
             for line in process.stderr:
                 lines.append(line.decode())
-                if found := re.search(rb"ready on ([\d.:]+)", line):
+                if found := re.search(rb"Ready on ([\d.:]+)", line):
                     yield found[1].decode(), lines
                     break
         finally:

@@ -50,7 +50,7 @@ async def started(log: Path, *arguments: object) -> AsyncIterator[tuple[subproce
     """The process and its URL."""
     process = start(log, *arguments)
     try:
-        await until(lambda: "ready on" in text_of(log) or process.poll() is not None)
+        await until(lambda: "Ready on" in text_of(log) or process.poll() is not None)
         ready = re.search(r"Ready on (\S+)", text_of(log))
         assert ready, text_of(log)
         yield process, ready[1]
