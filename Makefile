@@ -193,7 +193,7 @@ build/tools/cluster/.lmkv-setup: pyproject.toml $(NATIVE)
 	@echo "cluster: building lmkv and installing it with what the checks of pods need, into $(@D)"
 	@python3 -m venv --clear $(@D)
 	@$(@D)/bin/python -m pip install -qq --upgrade 'pip>=25.1'
-	@$(@D)/bin/python -m pip install -qq -e '.[tokenizers]' --group cluster
+	@$(@D)/bin/python -m pip install -qq -e '.[tokenizers]' --group chart
 	@touch $@
 
 # Builds the stages that all images share while the environment is installed. The checks build the image again, from these

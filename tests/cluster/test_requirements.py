@@ -43,7 +43,7 @@ def test_it_needs_nothing_else(tmp_path: Path) -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = settings["project"]
     extra = project["optional-dependencies"]["tokenizers"]
-    required = [*project["dependencies"], *extra, *settings["dependency-groups"]["cluster"]]
+    required = [*project["dependencies"], *extra, *settings["dependency-groups"]["chart"]]
     present = {*with_dependencies(required), "lmkv"}
     absent = [
         module
@@ -53,4 +53,4 @@ def test_it_needs_nothing_else(tmp_path: Path) -> None:
     assert {"pytest", "torch", "vllm"} <= set(absent)
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), *absent]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 0, f"add it to the group `cluster` of pyproject.toml: {ran.stderr}"
+    assert ran.returncode == 0, f"add it to the group `chart` of pyproject.toml: {ran.stderr}"
