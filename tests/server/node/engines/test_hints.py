@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -184,6 +185,27 @@ async def with_disk(
     config = replace(config, local_disk=str(folder), max_local_disk_size=f"{size_bytes}B")  # type: ignore[arg-type]
     async with Node(config) as node, EngineClient(node) as engine:
         yield node, engine
+
+
+async def test_a_prefetch_that_waits_for_an_answer_ends_with_its_engine(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def prefetch(_: object) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(node.hints, "prefetch", prefetch)
+    message = pb.HintChunks(hint_id="h", action=chunk_pb2.HINT_ACTION_PREFETCH, root_key=ROOT)
+    message.chunk_keys = join_keys(chunk_keys(0))
+    async with EngineClient(node, "another") as engine:
+        await engine.say(hint=[message])
+        await until(begun.is_set)
+    await until(ended.is_set)
 
 
 async def test_demoted_chunks_leave_first_and_a_prefetch_brings_them_back(config: NodeConfig, tmp_path: Path) -> None:
