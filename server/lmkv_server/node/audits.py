@@ -34,14 +34,19 @@ class CircuitBreaker:
 
     def __init__(self) -> None:
         self._were_wrong: deque[bool] = deque(maxlen=LAST_AUDITS)
-        self.is_open = False
+        self._is_open = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether too many were wrong."""
+        return self._is_open
 
     def add(self, audited_count: int, wrong_count: int) -> bool:
         """Adds compared chunks; returns whether that opens it."""
         self._were_wrong.extend([False] * min(max(0, audited_count - wrong_count), LAST_AUDITS) + [True] * wrong_count)
         wrong = sum(self._were_wrong)
-        opens = not self.is_open and wrong >= MIN_WRONG and wrong > MAX_WRONG_SHARE * len(self._were_wrong)
-        self.is_open |= opens
+        opens = not self._is_open and wrong >= MIN_WRONG and wrong > MAX_WRONG_SHARE * len(self._were_wrong)
+        self._is_open |= opens
         return opens
 
 
@@ -54,15 +59,19 @@ class Audits:
         self._fleet = fleet
         self._breakers: dict[bytes, CircuitBreaker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.wrong_count = 0
-        """Chunks that were wrong, without those behind them."""
+        self._wrong_count = 0
         self.stopped: dict[bytes, str] = {}
         """The model names of the specs that are not served any more, by fingerprint."""
+
+    @property
+    def wrong_count(self) -> int:
+        """Chunks that were wrong, without those behind them."""
+        return self._wrong_count
 
     def note(self, spec: KvSpec, audited_count: int, wrong_keys: Sequence[ChunkKey]) -> None:
         """Notes compared chunks of a spec; `wrong_keys` are those of a wrong one and of chunks behind it."""
         wrong_count = int(bool(wrong_keys))
-        self.wrong_count += wrong_count
+        self._wrong_count += wrong_count
         if wrong_keys:
             keys = [part_key(key, part) for key in wrong_keys for part in range(len(spec.parts))]
             self._begin(keys)
