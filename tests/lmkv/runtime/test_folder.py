@@ -73,6 +73,15 @@ def test_folders_that_another_process_makes_at_the_same_time_are_used(
         assert folder.is_in_place
 
 
+def test_a_folder_that_is_refused_leaves_nothing_open(tmp_path: Path) -> None:
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all").chmod(0o777)
+    file_count = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(ConfigError, match="writable for all users"):
+        Folder.shared(tmp_path / "all", "local_disk")
+    assert len(list(Path("/proc/self/fd").iterdir())) == file_count
+
+
 def test_a_relative_path_and_one_with_dots_lead_where_they_always_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
