@@ -104,10 +104,10 @@ def test_only_vllms_images_have_torch() -> None:
     others = "".join(stages()[name] for name in ("build", "lmkv", "lmkv-node"))
     assert "torch" not in "".join(re.findall(r"pip install.*", others))
     extras = set(re.findall(r"whl\)\[([a-z0-9,]+)\]", others))
-    assert extras == {"telemetry,tokenizers,valkey", "encryption,telemetry,valkey,s3"}
+    assert extras == {"telemetry,tokenizers,valkey", "encryption,telemetry,valkey,s3,zstd"}
     for name in ("lmkv-vllm-cpu", "lmkv-vllm"):  # an engine may start a node, which needs what a node has
         (its,) = re.findall(r"whl\)\[([a-z0-9,]+)\]", stages()[name])
-        assert {"encryption", "telemetry", "valkey", "s3"} <= set(its.split(","))
+        assert {"encryption", "telemetry", "valkey", "s3", "zstd"} <= set(its.split(","))
     wanted = [each for names in extras for name in names.split(",") for each in optional(name)]
     assert wanted
     assert not any(re.match("torch|vllm|nixl|lmkv", each) for each in wanted)
