@@ -55,12 +55,16 @@ CORE_ENGINES = tuple(
 OUTER = (
     "tests/benchmarks/",
     "tests/chaos/",
+    "tests/client/connector/worker/test_device_buffer.py",
+    "tests/client/test_plugin.py",
     "tests/client/transformers/",
+    "tests/cluster/",
     "tests/fuzz/",
     "tests/helm/",
     "tests/histories/",
     "tests/lmkv/transfer/test_contract.py",
     "tests/models/",
+    "tests/mutants/",
     "tests/promises/test_packages.py",
     "tests/promises/test_recipes.py",
     "tests/promises/test_site.py",
@@ -70,7 +74,8 @@ OUTER = (
     "tests/server/proxy/test_page.py",
     "tests/soak/",
 )
-"""Tests without engines that `make test-all` runs: charts, wheels, browsers, SDKs, linters, all transfer channels."""
+"""Tests without engines that `make test-all` runs: charts, wheels, browsers, SDKs, linters, all channels, other
+versions of vLLM."""
 LEFT_BEHIND_TIMEOUT_SECONDS = 60.0
 SHARED_MEMORY_WATCH = pytest.StashKey[SharedMemoryWatch]()
 SOCKETS = pytest.StashKey[str]()

@@ -61,9 +61,6 @@ TRIM_FROM_BYTES = 32 << 20
 """Bytes that requests must have taken before memory is returned to the system."""
 TRIM_SECONDS = 1.0
 """Memory is returned once requests have taken less than that in this time: returning it takes time itself."""
-LAST_TRIM_SECONDS = 32.0
-"""After the last request it is returned again, each time after twice the pause, up to this one: gRPC's threads free
-what has arrived of refused messages when they get to it, which takes long on a busy host."""
 REUSED_BYTES = 64 << 20
 """Freed blocks up to this size are used again, not returned to the system one by one: getting 32 MB of fresh memory
 takes longer than decoding them."""
@@ -71,7 +68,7 @@ COUNTED_AT_ONCE = 256 << 10
 """Bytes that fit into a processor's cache."""
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Options of glibc's allocator."""
 
 
@@ -98,7 +95,6 @@ class MemoryBudget:
         """Since the last look at whether memory can be returned."""
         self._looks_at = -TRIM_SECONDS
         """When it is due. One on a loop that has ended never comes."""
-        self._next_look: asyncio.TimerHandle | None = None
 
     def take(self, caller: str, size_bytes: int) -> Lease:
         """Takes bytes for a caller. Raises `TooManyRequests` if the budget or the caller's share lacks them."""
@@ -175,8 +171,8 @@ class MemoryBudget:
             self._serve()
             return
         self._taken_bytes += size_bytes
-        if self._taken_bytes >= TRIM_FROM_BYTES and abs(time.monotonic() - self._looks_at) > TRIM_SECONDS:
-            self._look_later(TRIM_SECONDS)
+        if self._taken_bytes >= TRIM_FROM_BYTES and time.monotonic() > self._looks_at + TRIM_SECONDS:
+            self._look_later()
 
     async def wait(self, lease: Lease, size_bytes: int, wait_seconds: float) -> None:
         """Waits until a lease has got so much more. What it holds meanwhile is counted. Raises `TimeoutError`."""
@@ -243,29 +239,25 @@ class MemoryBudget:
                     first.served.set_result(None)
                 has_served = True
 
-    def _look_later(self, seconds: float) -> None:
+    def _look_later(self, *, is_last: bool = False) -> None:
         self._taken_bytes = 0
-        if self._next_look is not None:
-            self._next_look.cancel()
         with suppress(RuntimeError):  # the event loop has ended
-            self._next_look = asyncio.get_running_loop().call_later(seconds, self._look, seconds)
-            self._looks_at = time.monotonic() + seconds
+            asyncio.get_running_loop().call_later(TRIM_SECONDS, self._look, is_last)
+            self._looks_at = time.monotonic() + TRIM_SECONDS
 
-    def _look(self, waited_seconds: float) -> None:
+    def _look(self, is_last: bool) -> None:
         """Returns memory to the system, unless requests still take much.
 
-        It does so again while others wait, and some times after that: gRPC holds what has arrived of their messages,
-        and frees it after they are refused.
+        It does so again while others wait, and once more after that: gRPC holds what has arrived of their messages, and
+        frees it when they are refused.
         """
-        self._next_look, self._looks_at = None, -TRIM_SECONDS
         if max(self._taken_bytes, self.held_bytes) >= TRIM_FROM_BYTES:
-            self._look_later(TRIM_SECONDS)
+            self._look_later()
             return
+        self._looks_at = -TRIM_SECONDS
         asyncio.get_running_loop().run_in_executor(None, _trim)
-        if self._waiting:
-            self._look_later(TRIM_SECONDS)
-        elif waited_seconds < LAST_TRIM_SECONDS:
-            self._look_later(2 * waited_seconds)
+        if self._waiting or not is_last:
+            self._look_later(is_last=not self._waiting)
 
 
 class _Waiter(NamedTuple):
@@ -439,9 +431,13 @@ def _count(counts: dict[str, int], caller: str, change: int) -> None:
 
 
 def _keep_freed(size_bytes: int) -> None:
-    """Has the allocator keep freed memory up to this size, where it has such a setting."""
+    """Has the allocator keep freed memory up to this size, where it has such a setting.
+
+    Threads, those of gRPC among them, share one arena: `malloc_trim` does not return the free end of any other.
+    """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
+        set_option(_M_ARENA_MAX, 1)
         set_option(_M_MMAP_THRESHOLD, REUSED_BYTES)
         set_option(_M_TRIM_THRESHOLD, min(size_bytes, (1 << 31) - 1))
 

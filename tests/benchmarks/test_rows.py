@@ -45,6 +45,7 @@ BENCHMARKS = (
     "hybrid",
     "kernels_cpu",
     "kernels_gpu",
+    "loading",
     "multi_turn",
     "pd",
     "prefetch",

@@ -290,13 +290,20 @@ async def test_a_lookup_that_is_cancelled_leaves_the_stream_to_others(coordinato
         assert given_up.cancelled()
 
 
-async def test_closing_a_lookup_stream_fails_pending_lookups(fleet: Fleet) -> None:
-    async with Coordinator("127.0.0.1:1", timeout_seconds=5) as coordinator:
-        stream = coordinator.lookup_stream()
+async def test_a_lookup_stream_that_is_left_fails_lookups_in_flight(coordinator: Coordinator) -> None:
+    async with coordinator.lookup_stream() as stream:
+        await stream.lookup(PROMPT)
+        pending = asyncio.ensure_future(stream.lookup(PROMPT))
+        await asyncio.sleep(0)  # it is on its way
+    with pytest.raises(Unreachable):
+        await pending
+    await stream.aclose()  # closing twice is fine
+
+
+async def test_a_lookup_stream_says_which_coordinator_does_not_respond() -> None:
+    async with Coordinator("127.0.0.1:1", timeout_seconds=5) as coordinator, coordinator.lookup_stream() as stream:
         with pytest.raises(Unreachable, match=r"no coordinator responds at 127\.0\.0\.1:1"):
             await stream.lookup(PROMPT)
-        await stream.aclose()
-        await stream.aclose()  # closing twice is fine
 
 
 async def test_a_watcher_gets_what_is_held_and_then_every_change(coordinator: Coordinator, fleet: Fleet) -> None:

@@ -406,6 +406,7 @@ class Engines:
 
 
 ATTACHED_AGAIN = {
+    "AttachConnection._was_polled": "whether the engine has received since a thread last looked",
     "NodeClient._attach_count": "numbers attachments",
     "Pool.address": "another mapping of the same memory",
     "Pool.fd": "the same",

@@ -302,10 +302,11 @@ class SimulatedEngine:
         assert not side._handoffs._finished
         assert len(side._hints) == 0
         in_hand = dict(enumerate(side._session.credits._parts))
-        partial = side._session.credits._partial.values()
-        assert all((ours.requested_count, ours.writing_count) == (0, 0) for ours in (*in_hand.values(), *partial))
+        partial = side._session.credits._partial
+        ours_of_all = (*in_hand.values(), *partial.values())
+        assert all((ours.requested_count, ours.writing_count) == (0, 0) for ours in ours_of_all)
         offsets = {offset: part for part, ours in in_hand.items() for offset in ours._offsets}
-        offsets |= {offset: PARTIAL for ours in partial for offset in ours._offsets}
+        offsets |= {offset: PARTIAL - part for (_, part), ours in partial.items() for offset in ours._offsets}
         if self.node.attached:
             assert not self.node.tickets, "the node still holds chunks for a request"
             assert not self.node.fetches

@@ -147,22 +147,25 @@ async def test_a_watcher_of_one_spec_is_informed_that_an_instance_is_gone(make: 
 
 
 async def test_constant_changes_of_other_specs_do_not_delay_bookmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "BOOKMARK_SECONDS", 0.5)
+    monkeypatch.setattr(watch, "BOOKMARK_SECONDS", 0.1)
     layout = LayoutMap(100)
     responses = watch.LayoutWatch(layout).watch(0, QWEN.fingerprint)
     start = (await anext(responses)).revision
 
-    async def change() -> None:
+    async def change() -> None:  # in each pass of the loop, so that the watcher never finds nothing
         while True:
-            layout.apply("a", Change(2, FINGERPRINT, 16, (layout.revision).to_bytes(16, "big")))
-            await asyncio.sleep(0.01)
+            layout.apply("a", Change(2, FINGERPRINT, 16, KEYS[0]))
+            layout.apply("a", Change(2, FINGERPRINT, 16, evicted=KEYS[0]))
+            await asyncio.sleep(0)
 
     changing = asyncio.create_task(change())
-    async with asyncio.timeout(WAIT_SECONDS):
-        bookmark = await anext(responses)
+    try:
+        async with asyncio.timeout(WAIT_SECONDS):
+            bookmark = await anext(responses)
+    finally:
+        changing.cancel()
     assert not bookmark.changes
     assert bookmark.revision > start
-    changing.cancel()
 
 
 async def test_a_revision_that_is_not_known_is_refused(make: Make, cache: Any) -> None:
