@@ -298,7 +298,7 @@ def test_a_benchmark_that_fails_keeps_what_it_has_measured(tmp_path: Path, capsy
 def test_every_row_of_the_committed_results_says_what_it_is() -> None:
     for file in RESULTS:
         report = read_report(file)
-        assert report.benchmark == file.stem
+        assert file.stem == report.benchmark or file.stem.startswith(f"{report.benchmark}_")  # a part of its cells
         assert all(meaning_of(row.name, report.benchmark) for row in report.rows)
         assert list(json.loads(file.read_text())["rows"][0]) == ROW_FIELDS
 
