@@ -76,6 +76,8 @@ OUTER = (
 )
 """Tests without engines that `make test-all` runs: charts, wheels, browsers, SDKs, linters, all channels, other
 versions of vLLM."""
+LONGEST = "tests/server/test_interruptions.py"
+"""Runs first: at the end, the other processes would wait for it."""
 LEFT_BEHIND_TIMEOUT_SECONDS = 60.0
 SHARED_MEMORY_WATCH = pytest.StashKey[SharedMemoryWatch]()
 SOCKETS = pytest.StashKey[str]()
@@ -168,7 +170,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def place(item: pytest.Item) -> int:
         if not item.nodeid.startswith(ENGINES):
-            return 1
+            return 0 if item.nodeid.startswith(LONGEST) else 1
         return 2 if item.nodeid.startswith(FORKED) or not is_shared else 0
 
     items.sort(key=place)
