@@ -1,4 +1,6 @@
-"""What a quota of the pool keeps of a salt's chunks while another salt floods the node: `python -m benchmarks.quotas`.
+"""Measures which share of a salt's chunks a quota keeps while another salt floods the pool.
+
+`python -m benchmarks.quotas`.
 
 The pool is a `HostTier` without memory behind it, and every chunk has one size, so that the result is the same in every
 run. One salt asks for prompts of its working set again and again, and stores what is missing; between two of these
@@ -21,7 +23,7 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 POOL_CHUNKS = 4096
 PROMPT_CHUNKS = 16
 WORKING_SET_PROMPTS = 96
-"""Of 16 chunks: 3/8 of the pool."""
+"""Together they fill 3/8 of the pool."""
 REQUESTS = 400
 FLOODS = (1, 4, 16)
 """Prompts of the flood for each request of the other salt."""

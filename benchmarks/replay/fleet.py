@@ -66,7 +66,7 @@ class OtherRouter(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What became of a trace."""
+    """The result of simulating a trace."""
 
     asked_tokens: int = 0
     hit_tokens: int = 0
@@ -202,7 +202,7 @@ class Fleet:
     ) -> None:
         """`other` is for the placement `other`; it knows the engines by the ids `0`, `1`, ...
 
-        `paces` are those of engines that do not compute as others do, by number.
+        `paces` has the pace of each engine that computes slower or faster than the others; the key is its number.
         """
         assert (placement == OTHER) == (other is not None)
         self._trace = trace

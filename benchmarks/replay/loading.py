@@ -1,6 +1,6 @@
 """One simulated engine that serves a recorded trace, whose hits are all behind a link: loaded, computed, or as decided.
 
-The decisions are those of the product's own classes, asked where the product asks them: at the lookup by the bandwidth
+The product's own classes decide, and are asked where the product asks them: at the lookup by the bandwidth
 of the source and what is queued there (`lmkv.transfer.bandwidth`), when the engine has room for the request by earlier
 loads, and at every step while a load waits by its pace (`lmkv_client.engine.speeds`). The engine computes one prompt at
 a time, in the order of their arrival; it looks at the others when it has computed one, as an engine whose steps are
@@ -23,9 +23,9 @@ from lmkv_client.engine.speeds import LoadCosts, PrefillQueue, PrefillRate, is_t
 LOAD, COMPUTE, DECIDED = "always_load", "always_compute", "lmkv"
 POLICIES = (LOAD, COMPUTE, DECIDED)
 TOKEN_BYTES = 128 << 10
-"""Of a model with 8 B parameters, in bfloat16."""
+"""A model with 8 B parameters has this many in bfloat16."""
 STORE_TOKENS = 8_000_000
-"""What the source holds, by LRU."""
+"""The source holds this many tokens; those that were used least recently leave it first."""
 STEP_SECONDS = 0.1
 """Time between two judgements of a load that waits."""
 LEAST_STEP_TOKENS = 256
@@ -98,7 +98,7 @@ class _Link:
 
 @dataclass(kw_only=True, slots=True)
 class LoadingOutcome:
-    """What became of a trace."""
+    """The result of simulating a trace."""
 
     waits: list[float] = field(default_factory=list)
     """Seconds from each request to the end of its prefill."""

@@ -74,7 +74,7 @@ class SmallGpt(nn.Module):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(len(VOCABULARY), WIDTH), nn.Embedding(MOST_TOKENS, WIDTH)
         self.befores = nn.Embedding(len(VOCABULARY), WIDTH)
-        """Of the token before: the model learns to look up what followed the last time in far fewer steps."""
+        """Embeds the token before each one: so the model learns much sooner to look up what followed it last time."""
         self.layers = nn.ModuleList(_Layer() for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(VOCABULARY))
         for parameter in self.parameters():

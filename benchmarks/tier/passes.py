@@ -116,7 +116,7 @@ class Passes:
         self._costs[_BESIDE + way, "read"].append(Cost(*(statistics.mean(each) for each in zip(*around, strict=True))))
 
     def rows(self, store: str, chunks: str) -> Iterator[Row]:
-        """Rows of every act and way; their baseline are bare reads around them, or those of the way `bare`.
+        """Returns the rows of every act and way. Their baseline is the bare reads around them, or the way `bare`.
 
         Raises `KeyError` if there are none.
         """

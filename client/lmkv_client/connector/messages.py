@@ -70,7 +70,7 @@ class Comparison:
     """The comparison of a held chunk with the same chunk computed again, joined from all ranks."""
 
     layers: dict[int, LayerError] = field(default_factory=dict)
-    """By the index of the layer in the part."""
+    """The key is the index of the layer in the part."""
     is_void: bool = False
     """Whether the held extent did not match its checksum: it was evicted and overwritten meanwhile, or is damaged."""
 

@@ -41,7 +41,7 @@ MAX_SUSPECTS = 1024
 MAX_SHOWN_LAYERS = 8
 """Layers in the log of a wrong chunk, those with the largest errors."""
 NAMED = ("model_id", "weight_version", "kv_dtype", "format", "tile_backend", "tile_isa", "block_size", "hash_scheme")
-"""Fields of the spec in that log, of those that its key depends on."""
+"""The log names these fields of the spec; the key of a chunk depends on all of them."""
 MIN_HONEST = 16
 """Chunks that must have been compared before the tolerance follows from them."""
 MAX_HONEST = 256
@@ -60,7 +60,7 @@ more, rounding in the last layers of a model errors of some hundredths in bfloat
 
 
 class Tolerance:
-    """The largest errors that are taken for rounding: a multiple of the median of those that were seen."""
+    """Decides which errors are rounding: those up to a multiple of the median of the errors that were seen."""
 
     def __init__(self, dtype: str) -> None:
         self._least, self._most = TOLERANCES[dtype]
@@ -76,7 +76,7 @@ class Tolerance:
         return LayerError(*(min(max(one, low), high) for one, low, high in bounds))
 
     def covers(self, error: LayerError) -> bool:
-        """Whether errors are those of rounding; if so, later ones are judged by them, too."""
+        """Returns whether these errors are rounding. If they are, they count in the median for later chunks."""
         limit = self.limit
         if error.mean > limit.mean or error.most > limit.most:
             return False
@@ -111,7 +111,7 @@ class Audits:
         self._tolerances = {
             index: Tolerance(part.kv_dtype) for index, part in enumerate(spec.parts) if part.kv_dtype in TOLERANCES
         }
-        """By part; other parts are not audited."""
+        """The key is the index of the part; a part that is not here is not audited."""
         self._suspects: OrderedDict[ChunkKey, Suspicion] = OrderedDict()
         self._hit_count = 0
         self._budget = 0.0
