@@ -26,7 +26,8 @@ LEFT_BYTES = 256 << 20
 
 _MADV_HUGEPAGE = 14
 _MADV_NOHUGEPAGE = 15
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_POPULATE_READ = 22  # Linux 5.14
+_MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -295,3 +296,12 @@ def _open_nameless(path: Path, size_bytes: int) -> tuple[int, int]:
     except OSError as error:
         raise cannot_be_made(path, error) from None
     return fd, size_bytes
+
+
+def enter_pages(address: int, size_bytes: int) -> None:
+    """Enters pages of a mapping in the page tables of this process, so that the first read of each does not fault.
+
+    `address` is that of a page. Releases the GIL. Raises `OSError` if the kernel cannot, as before Linux 5.14.
+    """
+    if _libc.madvise(address, size_bytes, _MADV_POPULATE_READ):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

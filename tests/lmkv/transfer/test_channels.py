@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
-from lmkv.transfer import Channels, open_channel
+from lmkv.transfer import Channels, Copy, open_channel
 from lmkv.transfer.channels import AUTO_NAMES
 from lmkv.transfer.choice import RDMA
 from tests.lmkv.transfer.ends import GRANT_ID, MIB, Memory, Owner, Stops, content, environment, whole
@@ -150,6 +151,43 @@ async def test_memory_that_is_not_shared_with_this_host_is_out_of_reach(make: Ma
         with pytest.raises(ChannelUnsupported, match="shares no memory"):
             await channels.add_peer(peer.name, "shm", peer.metadata)
         assert channels.of(peer.name) == ""
+
+
+async def test_the_memory_of_a_peer_is_mapped_before_it_is_read_and_not_allocated_for_that(
+    memory: Memory, short_folder: Path
+) -> None:
+    owned = Memory(8 * MIB)
+    if owned.pool.huge_page_bytes:
+        pytest.skip("pools are of reserved huge pages here, which are not mapped ahead")
+    owned.words[: 4 * MIB // 8] = content(1, 4 * MIB)
+    held = os.fstat(owned.pool.fd).st_blocks
+    serving, reading = (
+        await owned.open("shm", "owner:1", short_folder),
+        await memory.open("shm", "reader:1", short_folder),
+    )
+    try:
+        await reading.add_peer("owner:1", serving.metadata_for(owned.admit()))
+        await until(lambda: resident_kib("r--s") >= 4 << 10)
+        copy = Copy(remote_address=owned.address, local_address=memory.address, size_bytes=4 * MIB)
+        await reading.read("owner:1", [copy], 20.0, Stops())
+        assert (memory.words[: 4 * MIB // 8] == content(1, 4 * MIB)).all()
+    finally:
+        await reading.aclose()
+        await serving.aclose()
+    assert os.fstat(owned.pool.fd).st_blocks == held
+    assert resident_kib("r--s") == 0
+    owned.close()
+
+
+def resident_kib(permissions: str) -> int:
+    """KiB of pools that this process has in its page tables, of mappings with these permissions."""
+    found, is_pool = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in (fields := line.split())[0]:
+            is_pool = fields[1] == permissions and "memfd:lmkv-pool" in line
+        elif is_pool and fields[0] == "Rss:":
+            found += int(fields[1])
+    return found
 
 
 async def test_closed_channels_offer_nothing_and_read_nothing(make: Make) -> None:
