@@ -159,16 +159,21 @@ def ask_all(systems: Mapping[str, System], prompt: Sequence[int], token_count: i
         answer = system.ask(prompt, token_count)
         if len(answer.token_ids) != token_count:
             raise LmkvError(f"{name} answered with {len(answer.token_ids)} tokens instead of {token_count}")
-        answers[name] = replace(answer, step=step_seconds(system, prompt, answer)) if answer.seam else answer
+        answers[name] = (
+            replace(answer, step=step_seconds(system, prompt, answer, token_count)) if answer.seam else answer
+        )
     return answers
 
 
-def step_seconds(system: System, prompt: Sequence[int], answer: TimedResponse) -> float:
-    """TTFT at the decode engine of prompt and first token, when it has the whole prompt in its pages."""
+def step_seconds(system: System, prompt: Sequence[int], answer: TimedResponse, token_count: int) -> float:
+    """TTFT at the decode engine of prompt and first token, when it has the whole prompt in its pages.
+
+    The engine goes on as it did: where processors are few, its next step delays a token on the way to the client.
+    """
     seconds = []
     with thawed([system.decode] if system.is_frozen else []):
         for _ in range(STEP_ROUNDS):
-            again = system.decode.complete([*prompt, answer.token_ids[0]], 1)
+            again = system.decode.complete([*prompt, answer.token_ids[0]], token_count - 1)
             engines.check_hit("from the decode's prefix cache", again, len(prompt))
             seconds.append(again.ttft_seconds)
     return statistics.median(seconds)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lmkv.errors import LmkvError
 from lmkv_client.demo.endpoint import Endpoint
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import CheckedServer, free_port
@@ -30,5 +32,9 @@ class ProxyProcess(Endpoint, CheckedServer):
         CheckedServer.__init__(self, "proxy", [*command, *arguments], folder / "proxy.log", environment)
 
     def is_ready(self) -> bool:
-        """Whether an engine is available."""
-        return self.answers("/readyz")
+        """Whether all engines are healthy. The proxy itself is ready with one, and sends all requests there."""
+        try:
+            engines = json.loads(self._request("GET", "/engines", timeout_seconds=2.0))["engines"]
+        except LmkvError:
+            return False
+        return all(engine["state"] == "healthy" for engine in engines)
