@@ -17,6 +17,8 @@ BUF ?= $(shell test -x .buf/node_modules/.bin/buf && echo .buf/node_modules/.bin
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
+# Containers often set it: then each of the hundreds of processes that tests start would compile lmkv again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help nightly fix setup setup-ray setup-sglang setup-vllm-previous setup-vllm-next demo test test-all test-models test-cpp-engine test-envoy test-ray test-sglang test-vllm-previous test-vllm-next chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images images-publish images-reproducible cluster cluster-first-image chart chart-publish release-publish version verify \

@@ -149,11 +149,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return ByFile(config, log)
 
 
-def is_core(item: pytest.Item) -> bool:
-    """Whether `make test` runs it."""
-    if item.nodeid.startswith(ENGINES):
-        return item.nodeid.startswith(CORE_ENGINES)
-    return not item.nodeid.startswith(OUTER)
+def is_core(path: str) -> bool:
+    """Whether `make test` runs the tests of a file; the path is relative to the repository."""
+    return path in CORE_ENGINES if path.startswith(ENGINES) else not path.startswith(OUTER)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves the files of the other suite unread: each process of a run would import and rewrite all of them."""
+    suite = config.getoption("suite")
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    if suite == "all" or not path.startswith("tests/"):
+        return None
+    if collection_path.is_dir():
+        return suite == "core" and f"{path}/".startswith(OUTER) or None
+    return collection_path.name.startswith("test_") and is_core(path) != (suite == "core") or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -161,11 +170,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     The first to be free then takes the forked engines.
     """
-    suite = config.getoption("suite")
-    if suite != "all":
-        left_out = [item for item in items if is_core(item) != (suite == "core")]
-        items[:] = [item for item in items if is_core(item) == (suite == "core")]
-        config.hook.pytest_deselected(items=left_out)
     is_shared = hasattr(config, "workerinput")
 
     def place(item: pytest.Item) -> int:
