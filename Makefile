@@ -63,13 +63,13 @@ $(VLLM_NEXT_STAMP): $(STAMP) pyproject.toml scripts/setup-vllm-next
 demo: $(STAMP) ## run a coordinator and two engines that share a prompt
 	@$(BIN)/lmkv demo $(ARGS)
 
-PYTEST = $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m 'not more_models'
+PYTEST = $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder -m 'not more_models'
 
 test: $(STAMP) ## run the core of the tests, also with real engines; ARGS="tests/helm -x" selects among all tests
-	@$(PYTEST) --suite core $(ARGS)
+	@$(PYTEST) -n 4 --suite core $(ARGS)
 
 test-all: $(STAMP) ## run the other tests: more engines, charts, wheels, browsers, SDKs, linters
-	@$(PYTEST) --suite rest $(ARGS)
+	@$(PYTEST) -n 3 --suite rest $(ARGS)
 
 nightly: ## run the long suites, for hours: all models, other engines, chaos, histories, soak, fuzzing, mutants
 	@for suite in test-models test-cpp-engine test-envoy test-ray test-sglang test-vllm-previous test-vllm-next \

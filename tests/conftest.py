@@ -134,7 +134,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Has one of two processes run all that has servers, and the other the rest, forked engines last.
+    """Has one process run all engines that are servers, one all that are forked, and each file as a whole.
 
     Engines compete for the processors; so does every further import of vLLM.
     """
@@ -161,21 +161,24 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if suite == "all" or not path.startswith("tests/"):
         return None
     if collection_path.is_dir():
-        return suite == "core" and f"{path}/".startswith(OUTER) or None
-    return collection_path.name.startswith("test_") and is_core(path) != (suite == "core") or None
+        return True if suite == "core" and f"{path}/".startswith(OUTER) else None
+    return True if collection_path.name.startswith("test_") and is_core(path) != (suite == "core") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Runs what needs no engine first: it is fast, and finds most mistakes. Of two processes, one begins with servers.
+    """Runs what needs no engine first: it is fast, and finds most mistakes.
 
-    The first to be free then takes the forked engines.
+    Of several processes, one begins with the engines that are servers, and another takes the forked ones before what
+    follows by name: at the end, the others would wait for it.
     """
     is_shared = hasattr(config, "workerinput")
 
     def place(item: pytest.Item) -> int:
         if not item.nodeid.startswith(ENGINES):
             return 0 if item.nodeid.startswith(LONGEST) else 1
-        return 2 if item.nodeid.startswith(FORKED) or not is_shared else 0
+        if not is_shared:
+            return 2
+        return 1 if item.nodeid.startswith(FORKED) else 0
 
     items.sort(key=place)
 
