@@ -118,7 +118,40 @@ def test_the_schema_refuses_what_is_wrong_by_its_path(values: dict[str, Any], se
     assert sentence in str(refusal.value)
 
 
-@pytest.mark.timeout(600)  # some 240 renders
+def places_of_values() -> list[str]:
+    """The path of each documented value, and of each map that holds some."""
+    documented = [value.path for section in sections((CHART / "values.yaml").read_text()) for value in section.values]
+    above = {path.rsplit(".", count)[0] for path in documented for count in range(1, path.count(".") + 1)}
+    return sorted({*documented, *above})
+
+
+def is_required(path: str) -> bool:
+    """Whether the schema requires it, whatever the other values are."""
+    *folders, name = path.split(".")
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    for folder in folders:
+        schema = schema["properties"][folder]
+    return name in schema.get("required", ())
+
+
+def with_null(values: dict[str, Any], path: str) -> dict[str, Any]:
+    *folders, name = path.split(".")
+    place = values
+    for folder in folders:
+        place = place.setdefault(folder, {})
+    place[name] = None
+    return values
+
+
+def test_null_of_what_the_schema_requires_is_refused_by_its_path() -> None:
+    required = [path for path in places_of_values() if is_required(path)]
+    assert {"podSecurityContext", "node", "coordinator.port", "tls.enabled"} <= set(required)
+    for path in required:
+        _, refusal = rendered_or_refused(with_null({}, path))
+        assert f"missing property '{path.rpartition('.')[2]}'" in refusal, f"{path}: null: {refusal}"
+
+
+@pytest.mark.timeout(600)  # some 140 renders
 @pytest.mark.parametrize(
     "cases",
     [
@@ -130,32 +163,20 @@ def test_the_schema_refuses_what_is_wrong_by_its_path(values: dict[str, Any], se
         ("webhook",),  # whose certificate is not made in each rendering
     ],
 )
-def test_null_renders_what_kubernetes_takes_or_is_refused_by_its_path(cases: Sequence[str]) -> None:
+def test_null_of_other_values_renders_what_kubernetes_takes_or_is_refused_by_the_chart(cases: Sequence[str]) -> None:
     """Helm removes a value that is null: a template that needs it would fail as a Go program does."""
     together = json.dumps({key: value for case in cases for key, value in values_of(case).items()})
-    documented = [value.path for section in sections((CHART / "values.yaml").read_text()) for value in section.values]
-    above = {path.rsplit(".", count)[0] for path in documented for count in range(1, path.count(".") + 1)}
     checked = {json.dumps(manifest) for manifest in render(json.loads(together))}
-    refused: list[str] = []
-    for path in sorted({*documented, *above}):
-        values = json.loads(together)
-        *folders, name = path.split(".")
-        place = values
-        for folder in folders:
-            place = place.setdefault(folder, {})
-        place[name] = None
-        manifests, refusal = rendered_or_refused(values)
-        if refusal:  # by the schema, or in a sentence of the chart's own
-            by_schema = f"missing property '{name}'" in refusal
-            assert by_schema or "execution error at" in refusal, f"{path}: null: {refusal}"
-            refused += [path] if by_schema else []
+    optional = [path for path in places_of_values() if not is_required(path)]
+    assert {"securityContext", "otlpEndpoint", "node.poolVolume", "coordinator.resources"} <= set(optional)
+    for path in optional:
+        manifests, refusal = rendered_or_refused(with_null(json.loads(together), path))
+        assert not refusal or "execution error at" in refusal, f"{path}: null: {refusal}"  # a sentence of the chart's
         for manifest in manifests:
             text = json.dumps(manifest)
             if text not in checked and manifest["apiVersion"] not in ELSEWHERE:
                 kubernetes_validate.validate(manifest, KUBERNETES[0], strict=True)
             checked.add(text)
-    assert {"podSecurityContext", "node", "coordinator.port", "tls.enabled"} <= set(refused)
-    assert not {"securityContext", "otlpEndpoint", "node.poolVolume", "coordinator.resources"} & set(refused)
 
 
 GROUP = {"name": "a", "model": "m"}
