@@ -1,24 +1,33 @@
-"""Measures which share of a salt's chunks a quota keeps while another salt floods the pool.
+"""Measures which share of a salt's chunks a quota keeps while another salt floods the pool, or the disk.
 
 `python -m benchmarks.quotas`.
 
 The pool is a `HostTier` without memory behind it, and every chunk has one size, so that the result is the same in every
 run. One salt asks for prompts of its working set again and again, and stores what is missing; between two of these
-requests the other one stores prompts that nothing asks for again.
+requests the other one stores prompts that nothing asks for again. The disk tier is whole, with files in a folder and a
+pool of a few chunks before it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.rows import compare
+from benchmarks.tier.passes import spec_of
 from lmkv.keys import ChunkKey
+from lmkv.pool.pool import Pool
 from lmkv_server.node.cache.allocator import ALIGNMENT
+from lmkv_server.node.cache.build import HostCache
+from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.eviction import POLICIES
 from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.tiers.base import Needs
+from lmkv_server.node.tiers.disk.tier import DiskTier
 
 POOL_CHUNKS = 4096
 PROMPT_CHUNKS = 16
@@ -29,6 +38,11 @@ FLOODS = (1, 4, 16)
 """Prompts of the flood for each request of the other salt."""
 SHARES = (0.25, 0.5)
 STEADY, FLOODING = b"s" * 16, b"f" * 16
+SPEC = spec_of(ALIGNMENT)
+DISK_CHUNKS = 512
+DISK_WORKING_SET_PROMPTS = 12
+DISK_REQUESTS = 96
+DISK_FLOOD = 4
 
 
 def measure(run: BenchmarkRun) -> None:
@@ -42,6 +56,11 @@ def measure(run: BenchmarkRun) -> None:
                 found = _found_percent(policy, share, flood, requests)
                 run.add(compare(name, found, "%", "no quota", max(without, 0.01)))
         run.say(policy)
+    without = asyncio.run(_disk_found_percent(run.folder / "without", 0.0))
+    for share in SHARES:
+        found = asyncio.run(_disk_found_percent(run.folder / str(share), share))
+        name = f"disk_quota_{round(100 * share)}_flood_{DISK_FLOOD}"
+        run.add(compare(name, found, "%", "no quota", max(without, 0.01)))
 
 
 def _found_percent(policy: str, share: float, flood: int, requests: int) -> float:
@@ -56,6 +75,28 @@ def _found_percent(policy: str, share: float, flood: int, requests: int) -> floa
         for _ in range(flood):
             _ask(tier, next(floods), FLOODING)
     return 100 * found / (requests * PROMPT_CHUNKS)
+
+
+async def _disk_found_percent(folder: Path, share: float) -> float:
+    """As `_found_percent`, of a disk tier: of each prompt the part that the disk has when it is asked for."""
+    pool = Pool.create(2 * PROMPT_CHUNKS * ALIGNMENT, huge_pages="never")
+    events = CacheEvents()
+    tier = HostTier(pool.size_bytes, events)
+    quota_bytes = round(share * DISK_CHUNKS) * ALIGNMENT
+    choose, floods, found = random.Random(1), _new_prompts(), 0
+    working_set = [_prompt(f"steady {number}") for number in range(DISK_WORKING_SET_PROMPTS)]
+    cache = HostCache(pool=pool, tier=tier, events=events)
+    async with DiskTier([folder], DISK_CHUNKS * ALIGNMENT, cache, quota_bytes=quota_bytes) as disk:
+        for number in range(-DISK_WORKING_SET_PROMPTS, DISK_REQUESTS):
+            prompt = working_set[number] if number < 0 else choose.choice(working_set)
+            presence = await disk.lookup(Needs(spec=SPEC, keys=prompt, indices=range(PROMPT_CHUNKS)))
+            found += len(presence.indices) * (number >= 0)
+            for keys, owner in ((prompt, STEADY), *((next(floods), FLOODING) for _ in range(DISK_FLOOD))):
+                _ask(tier, keys, owner)
+                await disk.writer.flush()
+        await disk.settle()
+    pool.close()
+    return 100 * found / (DISK_REQUESTS * PROMPT_CHUNKS)
 
 
 def _new_prompts() -> Iterator[list[ChunkKey]]:
@@ -77,7 +118,7 @@ def _ask(tier: HostTier, keys: list[ChunkKey], owner: bytes) -> int:
             break
         chunk = Chunk(
             key=keys[index],
-            fingerprint=b"",
+            fingerprint=SPEC.fingerprint,
             offset=reserved.offset,
             size_bytes=ALIGNMENT,
             checksum=0,

@@ -75,8 +75,8 @@ _MEANINGS = {
     rf"{_CODECS}_encode": "{}: encoding, one core",
     rf"{_CODECS}_decode": "{}: decoding, one core",
     r"model_loss": "loss of the small model",
-    r"(learned|lru|arc)_quota_(\d+)_flood_(\d+)": (
-        "{}: chunks found, quota of {} % of the pool, {} other prompts for each request"
+    r"(learned|lru|arc|disk)_quota_(\d+)_flood_(\d+)": (
+        "{}: chunks found, quota of {} %, {} other prompts for each request"
     ),
     r"(tenant|none)_other_guess": "{}: guesses that are right about another tenant's prompt",
     r"(tenant|none)_own_guess": "{}: guesses that are right about the tenant's own prompt",

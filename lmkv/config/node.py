@@ -139,6 +139,17 @@ class NodeConfig(Config):
         "Host memory for the chunks that engines store with one `cache_salt`, in GiB by default; beyond it their own "
         "are evicted first; 0: no limit.",
     )
+    max_salt_disk_size: float = key(
+        SIZE_OR_ZERO,
+        0.0,
+        "Disk space for the chunks of one `cache_salt` in `local_disk`, as `max_salt_size`; 0: no limit.",
+    )
+    max_salt_remote_size: float = key(
+        SIZE_OR_ZERO,
+        0.0,
+        "Bytes of one `cache_salt` among the chunks that the node has written to the store of `remote_url` since its "
+        "start, as `max_salt_size`; 0: no limit.",
+    )
     local_disk: tuple[str, ...] = key(
         DISK_FOLDERS, (), "Folder for chunks on disk, or several; the node uses a subfolder of its own in each."
     )
@@ -304,6 +315,19 @@ class NodeConfig(Config):
                 f"max_salt_size of {self.max_salt_size:g} GiB is more than the pool, max_local_cpu_size of "
                 f"{self.max_local_cpu_size:g} GiB; lower it, or remove it",
                 key="max_salt_size",
+            )
+
+        if self.max_salt_disk_size > self.max_local_disk_size:
+            yield ConfigError(
+                f"max_salt_disk_size of {self.max_salt_disk_size:g} GiB is more than the disk tier, "
+                f"max_local_disk_size of {self.max_local_disk_size:g} GiB; lower it, or remove it",
+                key="max_salt_disk_size",
+            )
+
+        if self.max_salt_remote_size and not self.remote_url:
+            yield ConfigError(
+                "max_salt_remote_size is for the store of remote_url, and there is none; set remote_url, or remove it",
+                key="max_salt_remote_size",
             )
 
         if not self.stores_chunks and not self.enable_pd:

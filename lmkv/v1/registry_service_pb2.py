@@ -28,7 +28,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from lmkv.v1 import chunk_pb2 as lmkv_dot_v1_dot_chunk__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1elmkv/v1/registry_service.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13lmkv/v1/chunk.proto\"\x93\x04\n\x08Instance\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x1a\n\x0cpeer_address\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1e\n\x05specs\x18\x04 \x03(\x0b\x32\x0f.lmkv.v1.KvSpec\x12\x0f\n\x07version\x18\x05 \x01(\t\x12!\n\x05tiers\x18\x06 \x03(\x0b\x32\x12.lmkv.v1.TierUsage\x12\x14\n\x0c\x65ngine_count\x18\x07 \x01(\x05\x12.\n\tconflicts\x18\x08 \x03(\x0b\x32\x15.lmkv.v1.SpecConflictB\x04\xe2\x41\x01\x03\x12\x14\n\x06synced\x18\t \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x37\n\rregister_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12%\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStats\x12+\n\rserved_models\x18\r \x03(\x0b\x32\x14.lmkv.v1.ServedModel\x12\x19\n\x11\x63oordinator_count\x18\x0e \x01(\x05\x12,\n\x08\x65nd_time\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xbe\x02\n\rInstanceStats\x12\x14\n\x0c\x61sked_chunks\x18\x01 \x01(\x03\x12\x12\n\nown_chunks\x18\x02 \x01(\x03\x12\x13\n\x0bpeer_chunks\x18\x03 \x01(\x03\x12\x16\n\x0e\x65victed_chunks\x18\x04 \x01(\x03\x12%\n\x07traffic\x18\x05 \x03(\x0b\x32\x14.lmkv.v1.PeerTraffic\x12\x12\n\nload_count\x18\x06 \x01(\x03\x12\x30\n\rload_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12;\n\x18\x61voided_prefill_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cwrong_chunks\x18\t \x01(\x03\x12\x16\n\x0estopped_models\x18\n \x03(\t\"R\n\x0bPeerTraffic\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x03 \x01(\x03\"Z\n\tTierUsage\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x03\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x04 \x01(\x03\"n\n\x0cSpecConflict\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x11\n\town_value\x18\x04 \x01(\t\x12\x13\n\x0bother_value\x18\x05 \x01(\t\"r\n\x0fRegisterRequest\x12)\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.InstanceB\x04\xe2\x41\x01\x02\x12\x14\n\x06secret\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x1e\n\x10protocol_version\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x02\"\xa7\x01\n\x10RegisterResponse\x12#\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.Instance\x12,\n\tlease_ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rlayout_map_id\x18\x03 \x01(\t\x12\x18\n\x10protocol_version\x18\x04 \x01(\x05\x12\x0f\n\x07version\x18\x05 \x01(\t\"Y\n\x11\x44\x65registerRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x14\n\x06secret\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x01\"\x14\n\x12\x44\x65registerResponse\"2\n\x15LocateInstanceRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"=\n\x16LocateInstanceResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\"I\n\x14ListInstancesRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"V\n\x15ListInstancesResponse\x12$\n\tinstances\x18\x01 \x03(\x0b\x32\x11.lmkv.v1.Instance\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xbc\x02\n\x0fRegistryService\x12?\n\x08Register\x12\x18.lmkv.v1.RegisterRequest\x1a\x19.lmkv.v1.RegisterResponse\x12\x45\n\nDeregister\x12\x1a.lmkv.v1.DeregisterRequest\x1a\x1b.lmkv.v1.DeregisterResponse\x12N\n\rListInstances\x12\x1d.lmkv.v1.ListInstancesRequest\x1a\x1e.lmkv.v1.ListInstancesResponse\x12Q\n\x0eLocateInstance\x12\x1e.lmkv.v1.LocateInstanceRequest\x1a\x1f.lmkv.v1.LocateInstanceResponseB\x1b\n\x07lmkv.v1P\x01Z\x0elmkv/v1;lmkvv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1elmkv/v1/registry_service.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13lmkv/v1/chunk.proto\"\x93\x04\n\x08Instance\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x1a\n\x0cpeer_address\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1e\n\x05specs\x18\x04 \x03(\x0b\x32\x0f.lmkv.v1.KvSpec\x12\x0f\n\x07version\x18\x05 \x01(\t\x12!\n\x05tiers\x18\x06 \x03(\x0b\x32\x12.lmkv.v1.TierUsage\x12\x14\n\x0c\x65ngine_count\x18\x07 \x01(\x05\x12.\n\tconflicts\x18\x08 \x03(\x0b\x32\x15.lmkv.v1.SpecConflictB\x04\xe2\x41\x01\x03\x12\x14\n\x06synced\x18\t \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x37\n\rregister_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12%\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStats\x12+\n\rserved_models\x18\r \x03(\x0b\x32\x14.lmkv.v1.ServedModel\x12\x19\n\x11\x63oordinator_count\x18\x0e \x01(\x05\x12,\n\x08\x65nd_time\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xbe\x02\n\rInstanceStats\x12\x14\n\x0c\x61sked_chunks\x18\x01 \x01(\x03\x12\x12\n\nown_chunks\x18\x02 \x01(\x03\x12\x13\n\x0bpeer_chunks\x18\x03 \x01(\x03\x12\x16\n\x0e\x65victed_chunks\x18\x04 \x01(\x03\x12%\n\x07traffic\x18\x05 \x03(\x0b\x32\x14.lmkv.v1.PeerTraffic\x12\x12\n\nload_count\x18\x06 \x01(\x03\x12\x30\n\rload_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12;\n\x18\x61voided_prefill_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cwrong_chunks\x18\t \x01(\x03\x12\x16\n\x0estopped_models\x18\n \x03(\t\"R\n\x0bPeerTraffic\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x03 \x01(\x03\"\xa5\x01\n\tTierUsage\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x03\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x04 \x01(\x03\x12\x18\n\x10salt_quota_bytes\x18\x05 \x01(\x03\x12\x1b\n\x13max_salt_used_bytes\x18\x06 \x01(\x03\x12\x12\n\nsalt_count\x18\x07 \x01(\x03\"n\n\x0cSpecConflict\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x11\n\town_value\x18\x04 \x01(\t\x12\x13\n\x0bother_value\x18\x05 \x01(\t\"r\n\x0fRegisterRequest\x12)\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.InstanceB\x04\xe2\x41\x01\x02\x12\x14\n\x06secret\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x1e\n\x10protocol_version\x18\x03 \x01(\x05\x42\x04\xe2\x41\x01\x02\"\xa7\x01\n\x10RegisterResponse\x12#\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.Instance\x12,\n\tlease_ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rlayout_map_id\x18\x03 \x01(\t\x12\x18\n\x10protocol_version\x18\x04 \x01(\x05\x12\x0f\n\x07version\x18\x05 \x01(\t\"Y\n\x11\x44\x65registerRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x14\n\x06secret\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x01\"\x14\n\x12\x44\x65registerResponse\"2\n\x15LocateInstanceRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"=\n\x16LocateInstanceResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\"I\n\x14ListInstancesRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"V\n\x15ListInstancesResponse\x12$\n\tinstances\x18\x01 \x03(\x0b\x32\x11.lmkv.v1.Instance\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xbc\x02\n\x0fRegistryService\x12?\n\x08Register\x12\x18.lmkv.v1.RegisterRequest\x1a\x19.lmkv.v1.RegisterResponse\x12\x45\n\nDeregister\x12\x1a.lmkv.v1.DeregisterRequest\x1a\x1b.lmkv.v1.DeregisterResponse\x12N\n\rListInstances\x12\x1d.lmkv.v1.ListInstancesRequest\x1a\x1e.lmkv.v1.ListInstancesResponse\x12Q\n\x0eLocateInstance\x12\x1e.lmkv.v1.LocateInstanceRequest\x1a\x1f.lmkv.v1.LocateInstanceResponseB\x1b\n\x07lmkv.v1P\x01Z\x0elmkv/v1;lmkvv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -74,26 +74,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INSTANCESTATS']._serialized_end=1015
   _globals['_PEERTRAFFIC']._serialized_start=1017
   _globals['_PEERTRAFFIC']._serialized_end=1099
-  _globals['_TIERUSAGE']._serialized_start=1101
-  _globals['_TIERUSAGE']._serialized_end=1191
-  _globals['_SPECCONFLICT']._serialized_start=1193
-  _globals['_SPECCONFLICT']._serialized_end=1303
-  _globals['_REGISTERREQUEST']._serialized_start=1305
-  _globals['_REGISTERREQUEST']._serialized_end=1419
-  _globals['_REGISTERRESPONSE']._serialized_start=1422
-  _globals['_REGISTERRESPONSE']._serialized_end=1589
-  _globals['_DEREGISTERREQUEST']._serialized_start=1591
-  _globals['_DEREGISTERREQUEST']._serialized_end=1680
-  _globals['_DEREGISTERRESPONSE']._serialized_start=1682
-  _globals['_DEREGISTERRESPONSE']._serialized_end=1702
-  _globals['_LOCATEINSTANCEREQUEST']._serialized_start=1704
-  _globals['_LOCATEINSTANCEREQUEST']._serialized_end=1754
-  _globals['_LOCATEINSTANCERESPONSE']._serialized_start=1756
-  _globals['_LOCATEINSTANCERESPONSE']._serialized_end=1817
-  _globals['_LISTINSTANCESREQUEST']._serialized_start=1819
-  _globals['_LISTINSTANCESREQUEST']._serialized_end=1892
-  _globals['_LISTINSTANCESRESPONSE']._serialized_start=1894
-  _globals['_LISTINSTANCESRESPONSE']._serialized_end=1980
-  _globals['_REGISTRYSERVICE']._serialized_start=1983
-  _globals['_REGISTRYSERVICE']._serialized_end=2299
+  _globals['_TIERUSAGE']._serialized_start=1102
+  _globals['_TIERUSAGE']._serialized_end=1267
+  _globals['_SPECCONFLICT']._serialized_start=1269
+  _globals['_SPECCONFLICT']._serialized_end=1379
+  _globals['_REGISTERREQUEST']._serialized_start=1381
+  _globals['_REGISTERREQUEST']._serialized_end=1495
+  _globals['_REGISTERRESPONSE']._serialized_start=1498
+  _globals['_REGISTERRESPONSE']._serialized_end=1665
+  _globals['_DEREGISTERREQUEST']._serialized_start=1667
+  _globals['_DEREGISTERREQUEST']._serialized_end=1756
+  _globals['_DEREGISTERRESPONSE']._serialized_start=1758
+  _globals['_DEREGISTERRESPONSE']._serialized_end=1778
+  _globals['_LOCATEINSTANCEREQUEST']._serialized_start=1780
+  _globals['_LOCATEINSTANCEREQUEST']._serialized_end=1830
+  _globals['_LOCATEINSTANCERESPONSE']._serialized_start=1832
+  _globals['_LOCATEINSTANCERESPONSE']._serialized_end=1893
+  _globals['_LISTINSTANCESREQUEST']._serialized_start=1895
+  _globals['_LISTINSTANCESREQUEST']._serialized_end=1968
+  _globals['_LISTINSTANCESRESPONSE']._serialized_start=1970
+  _globals['_LISTINSTANCESRESPONSE']._serialized_end=2056
+  _globals['_REGISTRYSERVICE']._serialized_start=2059
+  _globals['_REGISTRYSERVICE']._serialized_end=2375
 # @@protoc_insertion_point(module_scope)

@@ -225,6 +225,9 @@ class TierUsage(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     USED_BYTES_FIELD_NUMBER: _builtins.int
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    SALT_QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_SALT_USED_BYTES_FIELD_NUMBER: _builtins.int
+    SALT_COUNT_FIELD_NUMBER: _builtins.int
     tier: _builtins.str
     """Id of the tier, as in `Position.tier`; unique in the instance."""
     capacity_bytes: _builtins.int
@@ -233,6 +236,12 @@ class TierUsage(_message.Message):
     """Bytes used by chunks and grants."""
     chunk_count: _builtins.int
     """Number of chunks."""
+    salt_quota_bytes: _builtins.int
+    """Bytes that the chunks of one cache salt, model and adapter may take; 0 if they have no quota."""
+    max_salt_used_bytes: _builtins.int
+    """Bytes of the one that uses most, if there is a quota."""
+    salt_count: _builtins.int
+    """Number of cache salts, models and adapters that have chunks, if there is a quota."""
     def __init__(
         self,
         *,
@@ -240,10 +249,13 @@ class TierUsage(_message.Message):
         capacity_bytes: _builtins.int = ...,
         used_bytes: _builtins.int = ...,
         chunk_count: _builtins.int = ...,
+        salt_quota_bytes: _builtins.int = ...,
+        max_salt_used_bytes: _builtins.int = ...,
+        salt_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "chunk_count", b"chunk_count", "tier", b"tier", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "chunk_count", b"chunk_count", "max_salt_used_bytes", b"max_salt_used_bytes", "salt_count", b"salt_count", "salt_quota_bytes", b"salt_quota_bytes", "tier", b"tier", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -71,7 +71,11 @@ def instance_row(instance: Instance) -> tuple[str, ...]:
 
 
 def _usage(tier: TierUsage) -> str:
-    return f"{tier.tier} {format_fill(tier)}"
+    """A tier's fill, and the fill of its quota by the salt that uses most: `host 0.63/5.00 GiB (a salt: 0.5/1 GiB)`."""
+    if not tier.salt_quota_bytes:
+        return f"{tier.tier} {format_fill(tier)}"
+    most = TierUsage(used_bytes=tier.max_salt_used_bytes, capacity_bytes=tier.salt_quota_bytes)
+    return f"{tier.tier} {format_fill(tier)} (the largest of {tier.salt_count} salts has {format_fill(most)})"
 
 
 def conflicts(instances: Iterable[Instance]) -> Iterator[str]:

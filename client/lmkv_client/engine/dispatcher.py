@@ -195,6 +195,7 @@ class Dispatcher:
             checksum=total,
             token_count=tokens,
             parent_key=one.parent,
+            owner_key=one.owner,
         )
 
     def _expire(self) -> None:

@@ -138,7 +138,8 @@ class Engine:
         return self._key_space.of_digests(digests, salt=salt)
 
     def root(self, *, salt: str = "", lora: str = "") -> ChunkKey:
-        """Returns the key that a prompt's first chunk follows: the `Written.parent` of one that is not full."""
+        """Returns the key that a prompt's first chunk follows: the `Written.parent` of one that is not full, and the
+        `Written.owner` of all."""
         return self._key_space.root(salt, lora)
 
     def lookup(self, keys: Sequence[ChunkKey], *, is_continued: bool = False, **options: Unpack[LookupOptions]) -> Held:

@@ -66,18 +66,26 @@ class Written:
     """Tokens of the chunk; 0: full. A shorter chunk has no gaps: `[layer][head][part][token_count][head_size]`."""
     parent: bytes = b""
     """Key of the chunk before it, which the node does not evict before this chunk; empty if there is none."""
+    owner: bytes = b""
+    """`Engine.root` of the prompt's salt and adapter, whose quotas the chunk takes; empty: it takes none."""
     checksum: int | None = None
     """Checksum of its bytes, as `Copier.gather` returns it; None: `commit` computes it."""
 
     @classmethod
     def chain(
-        cls, keys: Sequence[ChunkKey], extents: Iterable[Extent], *, parent: bytes = b"", checksums: Iterable[int] = ()
+        cls,
+        keys: Sequence[ChunkKey],
+        extents: Iterable[Extent],
+        *,
+        parent: bytes = b"",
+        owner: bytes = b"",
+        checksums: Iterable[int] = (),
     ) -> list[Self]:
         """Consecutive full chunks, as many as there are extents; `parent` is the key of the chunk before the first."""
         chunks = list(zip(keys, extents, strict=False))
         parents = [parent, *keys]
         return [
-            cls(key=key, extent=extent, parent=before, checksum=total)
+            cls(key=key, extent=extent, parent=before, owner=owner, checksum=total)
             for (key, extent), before, total in zip(chunks, parents, _or_none(checksums, len(chunks)), strict=False)
         ]
 

@@ -202,6 +202,7 @@ class LmkvCache:
                         extent=extent,
                         token_count=count,
                         parent=keys[first + at - 1] if first + at else self._first_parent(count, salt),
+                        owner=self._engine.root(salt=salt),
                     )
                     for at, (extent, count) in enumerate(own)
                 )

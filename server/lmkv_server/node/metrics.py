@@ -21,10 +21,12 @@ from lmkv.errors import ConfigError
 from lmkv.telemetry.calls import Scraped, ServerCalls
 from lmkv_server.node.audits import Audits
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.quotas import OwnerQuotas
 from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.engines.service import EngineService
 from lmkv_server.node.fleet.membership import FleetMembership
+from lmkv_server.node.fleet.reports import salt_quotas
 from lmkv_server.node.hints.executor import HintExecutor
 from lmkv_server.node.ports import describe_port
 from lmkv_server.node.serving.build import PeerSide
@@ -108,13 +110,20 @@ class NodeMetrics(Scraped):
         )
         yield self.gauge("chunks", "Chunks held, each part of a chunk counted.", len(self._node.tier))
         yield self.counter("evicted_chunks", "Chunks evicted to make room.", self._node.tier.evicted_count)
-        if (quotas := self._node.tier.quotas) is not None:
-            yield self.gauge("salt_quota_bytes", "Bytes of the pool for one salt.", quotas.limit_bytes)
-            yield self.gauge("salt_used_bytes_max", "Bytes of the salt that uses most.", quotas.most_bytes)
-            yield self.gauge("salts", "Salts, models and adapters that have chunks.", len(quotas))
-            yield self.counter(
-                "salt_evicted_chunks", "Chunks evicted because their salt had used its quota.", quotas.evicted_count
-            )
+        if quotas := salt_quotas(self._node.tier, self._node.tiers):
+            yield from self._quotas(quotas)
+
+    def _quotas(self, quotas: Mapping[str, OwnerQuotas]) -> Iterator[Metric]:
+        limits = {tier: quota.limit_bytes for tier, quota in quotas.items()}
+        yield self.gauges("salt_quota_bytes", "Bytes of the tier for one salt.", ["tier"], limits)
+        most = {tier: quota.most_bytes for tier, quota in quotas.items()}
+        yield self.gauges("salt_used_bytes_max", "Bytes of the salt that uses most of the tier.", ["tier"], most)
+        counts = {tier: len(quota) for tier, quota in quotas.items()}
+        yield self.gauges("salts", "Salts, models and adapters that have chunks in the tier.", ["tier"], counts)
+        evicted = {tier: quota.evicted_count for tier, quota in quotas.items()}
+        yield self.counters(
+            "salt_evicted_chunks", "Chunks evicted because their salt had used its quota.", ["tier"], evicted
+        )
 
     def _warm_start(self, warm: WarmStart) -> Iterator[Metric]:
         yield self.gauge(

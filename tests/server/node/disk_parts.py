@@ -91,7 +91,7 @@ class Host:
     def words(self, chunk: Chunk) -> NDArray[np.uint64]:
         return np.frombuffer(self.pool.buffer, np.uint64, chunk.size_bytes // 8, chunk.offset)
 
-    def store(self, number: int, parent: int | None = None, size_bytes: int = CHUNK_BYTES) -> Chunk:
+    def store(self, number: int, parent: int | None = None, size_bytes: int = CHUNK_BYTES, owner: bytes = b"") -> Chunk:
         """A chunk whose bytes follow from its number."""
         return put(
             self.tier,
@@ -102,6 +102,7 @@ class Host:
             parent=None if parent is None else chunk_key(parent),
             pool=self.pool,
             content=self.chunks.content(number, size_bytes),
+            owner=owner,
         )
 
     def drop(self, *numbers: int) -> None:
@@ -136,6 +137,8 @@ class Host:
         assert not any(chunk.holds for chunk in self.tier)
         for volume in self.disk.volumes:
             volume.index.check()
+        if self.disk.quotas is not None:
+            self.disk.quotas.check(self.disk)
         assert {chunk.key for chunk in self.disk} == self.on_disk
 
 
@@ -145,6 +148,7 @@ async def host_with_disk(
     *,
     host_chunks: int = 8,
     disk_chunks: int = 32,
+    quota_chunks: int = 0,
     nixl: bool = False,
     encryption: ChunkEncryption | None = None,
     codec: ChunkCodec | None = None,
@@ -163,6 +167,7 @@ async def host_with_disk(
             encryption=encryption,
             codec=codec,
             times=replace(DISK_TIMES, **seconds),
+            quota_bytes=quota_chunks * CHUNK_BYTES,
         ) as disk:
             host.disk = disk
             yield host

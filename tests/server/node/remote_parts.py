@@ -121,7 +121,7 @@ class Host:
         self.cache = HostCache(pool=self.pool, tier=self.tier, events=self.events)
         self.remote: RemoteTier
 
-    def store(self, *numbers: int, token_count: int = SPEC.chunk_size) -> None:
+    def store(self, *numbers: int, token_count: int = SPEC.chunk_size, owner: bytes = b"") -> None:
         """Chunks whose bytes follow from their numbers, each the next one's parent."""
         size_bytes = SPEC.size_bytes(token_count)
         for number in numbers:
@@ -134,6 +134,7 @@ class Host:
                 parent=chunk_key(number - 1) if number else None,
                 pool=self.pool,
                 content=self.chunks.content(number, size_bytes),
+                owner=owner,
             )
 
     def drop(self, *numbers: int) -> None:
@@ -185,6 +186,7 @@ class Host:
         self.tier.check()
         assert not self.tier.reserved_count
         assert not any(chunk.holds for chunk in self.tier)
+        self.remote.backend.check()
 
 
 @asynccontextmanager
@@ -197,6 +199,7 @@ async def host_with(
     encryption: ChunkEncryption | None = None,
     codec: ChunkCodec | None = None,
     chunks: Chunks = RANDOM,
+    quota_chunks: int = 0,
     **seconds: float,
 ) -> AsyncIterator[Host]:
     """A host tier and a remote tier, whose store can be used if it is to be `ready`."""
@@ -209,6 +212,7 @@ async def host_with(
             encryption=encryption,
             codec=codec,
             times=replace(STORE_TIMES, **seconds),
+            quota_bytes=quota_chunks * CHUNK_BYTES,
         )
         async with host.remote:
             if ready:

@@ -70,7 +70,7 @@ async def test_the_documentation_lists_every_metric_of_the_node(
     warm = {"persist_pool": True, "pool_path": str(runtime_dir / "pool")}
     remote = {"remote_url": "redis://127.0.0.1:1"}  # where no server listens
     plugin = {"tiers": [{"name": "example", "folder": str(runtime_dir / "example")}]}
-    quotas = {"max_salt_size": "1MB"}
+    quotas = {"max_salt_size": "1MB", "max_salt_disk_size": "1MB", "max_salt_remote_size": "1MB"}
     async with Node(node_config(runtime_dir, **disk, **warm, **remote, **plugin, **quotas)) as node:
         families = {family.name for family in node.metrics.collect()}
     assert listed == families

@@ -93,6 +93,8 @@ class OutputName:
     place_count: int
     embeddings: int
     """Embeddings a place."""
+    owner: bytes = b""
+    """The root of the keys of its salt, whose quota it takes."""
 
     @property
     def row_count(self) -> int:
@@ -108,7 +110,8 @@ class OutputName:
             for index in range(-(-place_count * embeddings // CHUNK_ROWS))
         ]
         keys = tuple(engine.foreign_keys(names, salt=salt))
-        return cls(keys=keys, place_count=place_count, embeddings=embeddings)
+        owner = engine.root(salt=salt)
+        return cls(keys=keys, place_count=place_count, embeddings=embeddings, owner=owner)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,7 +111,8 @@ def store(engine: Engine, name: OutputName, data: torch.Tensor) -> int:
             first = at * CHUNK_ROWS
             rows = min(CHUNK_ROWS, name.row_count - first)
             _write(extent, data[first * row_bytes : (first + rows) * row_bytes])
-            written.append(Written(key=key, extent=extent, token_count=rows, parent=parent))
+            chunk = Written(key=key, extent=extent, token_count=rows, parent=parent, owner=name.owner)
+            written.append(chunk)
             at, parent = at + 1, key
         engine.commit(written)
     return data.numel()

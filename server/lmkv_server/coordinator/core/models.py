@@ -21,6 +21,9 @@ class ReportedTier:
     capacity_bytes: int = 0
     used_bytes: int = 0
     chunk_count: int = 0
+    salt_quota_bytes: int = 0
+    max_salt_used_bytes: int = 0
+    salt_count: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -272,16 +272,20 @@ class HostTier:
         """
         if self.quotas is None:
             return
-        is_behind_a_gap = stored.parent not in (None, stored.owner) and stored.parent not in self._chunks
-        if is_behind_a_gap and self.quotas.exceeds(stored.owner):
-            surplus: Iterable[ChunkKey] = [stored.key]
-        else:
-            surplus = self.quotas.surplus(stored, self._queue.is_free)
-        for key in surplus:
+        for key in self.quotas.surplus(stored, self._queue):
             self.quotas.count_evicted()
             self._queue.remove(key)
             self._forget(self._chunks[key], MissReason.EVICTED_BY_STORE)
             self._evicted_count += 1
+
+    def adopt(self, chunks: Iterable[Chunk], owner: bytes) -> None:
+        """Counts those of the chunks, all indexed, that have no owner towards the quota of this one."""
+        if self.quotas is None:
+            return
+        for chunk in chunks:
+            if not chunk.owner and chunk.tier is self:
+                chunk.owner = owner
+                self.quotas.add(chunk)
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether an extent of this size can be reserved without an eviction."""

@@ -1,23 +1,41 @@
-"""Quotas of the pool in bytes, by owner: the salt, model and adapter of the prompts that chunks are of. Pure."""
+"""Quotas in bytes of one tier, by owner: the salt, model and adapter of the prompts that chunks are of. Pure.
+
+The pool, the disk tier and the remote tier have one each.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from lmkv.keys import ChunkKey
 
 SCANNED_AT_ONCE = 256
-"""Chunks of an owner that are looked at for one that may be evicted, at most, for each chunk that it stores."""
+"""Chunks of an owner that are looked at for one that may be evicted, at most twice, for each chunk that it stores."""
 
 
 class OwnedChunk(Protocol):
     """A chunk of an owner."""
 
-    key: ChunkKey
-    owner: bytes
-    extent_bytes: int
+    @property
+    def key(self) -> ChunkKey: ...
+    @property
+    def parent(self) -> ChunkKey | None: ...
+    @property
+    def owner(self) -> bytes: ...
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes of the tier that it takes."""
+
+
+class EvictableChunks(Protocol):
+    """The chunks of a tier: an `EvictionQueue`, or those of several backends."""
+
+    def __contains__(self, key: ChunkKey, /) -> bool: ...
+
+    def is_free(self, key: ChunkKey) -> bool:
+        """Whether the chunk is here, and neither held, nor continued by another one, nor retained."""
 
 
 class _Owned:
@@ -57,6 +75,11 @@ class OwnerQuotas:
         """Bytes of the owner that has most."""
         return max((owned.size_bytes for owned in self._owners.values()), default=0)
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the chunks of all owners."""
+        return sum(owned.size_bytes for owned in self._owners.values())
+
     def used_bytes(self, owner: bytes) -> int:
         """Bytes of the owner's chunks."""
         return owned.size_bytes if (owned := self._owners.get(owner)) else 0
@@ -66,9 +89,10 @@ class OwnerQuotas:
         return self.used_bytes(owner) > self.limit_bytes
 
     def add(self, chunk: OwnedChunk) -> None:
-        """Adds a chunk, if it has an owner."""
+        """Adds a chunk, if it has an owner, that is not there."""
         if chunk.owner:
             owned = self._owners.setdefault(chunk.owner, _Owned())
+            assert chunk.key not in owned.line, "added twice"
             owned.line[chunk.key] = chunk.extent_bytes
             owned.size_bytes += chunk.extent_bytes
 
@@ -85,22 +109,29 @@ class OwnerQuotas:
             if (owned := self._owners.get(chunk.owner)) and chunk.key in owned.line:
                 owned.line.move_to_end(chunk.key)
 
-    def surplus(self, stored: OwnedChunk, is_free: Callable[[ChunkKey], bool]) -> Iterator[ChunkKey]:
+    def surplus(self, stored: OwnedChunk, chunks: EvictableChunks) -> Iterator[ChunkKey]:
         """Yields chunks to evict, oldest first, until the owner of a stored chunk is within its quota.
 
-        The caller removes each. Those that are not free stay, and are looked at again after the others; if none is, the
-        stored chunk itself leaves.
+        The caller removes each. Those that are not free stay, and are looked at again after the others. If none is
+        free, the stored chunk itself leaves; also if the chunk before it has left, so that it cannot be found.
         """
+        is_behind_a_gap = stored.parent not in (None, stored.owner) and stored.parent not in chunks
+        if not is_behind_a_gap:
+            yield from self._oldest(stored, chunks)
+        if self.exceeds(stored.owner) and (is_behind_a_gap or chunks.is_free(stored.key)):
+            yield stored.key
+            yield from self._oldest(stored, chunks)  # those that only the stored chunk has kept
+
+    def _oldest(self, stored: OwnedChunk, chunks: EvictableChunks) -> Iterator[ChunkKey]:
+        """Yields chunks other than the stored one, as `surplus` does."""
         for _ in range(SCANNED_AT_ONCE):
             if not self.exceeds(stored.owner):
                 return
             line = self._owners[stored.owner].line
             key = next(iter(line))
             line.move_to_end(key)
-            if key != stored.key and is_free(key):
+            if key != stored.key and chunks.is_free(key):
                 yield key
-        if self.exceeds(stored.owner) and is_free(stored.key):
-            yield stored.key
 
     def check(self, chunks: Iterable[OwnedChunk]) -> None:
         """Asserts that these are all chunks, and that bytes add up."""

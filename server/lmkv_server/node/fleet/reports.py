@@ -16,6 +16,8 @@ from lmkv.tiers import DISK, HOST
 from lmkv.v1.registry_service_pb2 import TierUsage
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.quotas import OwnerQuotas
+from lmkv_server.node.tiers.backend_tier import BackendTier
 from lmkv_server.node.tiers.base import SecondaryTier
 from lmkv_server.node.tiers.disk.tier import DiskTier
 
@@ -166,13 +168,15 @@ def _shared(parts: Iterable[pb.OrderOutcome]) -> Iterator[list[pb.OrderOutcome]]
 
 def usages(tier: HostTier, tiers: Iterable[SecondaryTier]) -> list[TierUsage]:
     """Returns the usage of host memory, and of each secondary tier that knows it."""
+    tiers = list(tiers)
+    quotas = salt_quotas(tier, tiers)
     host = TierUsage(
         tier=HOST,
         capacity_bytes=tier.size_bytes,
         used_bytes=tier.used_bytes,
         chunk_count=len(tier),
     )
-    return [
+    found = [
         host,
         *(
             TierUsage(
@@ -185,6 +189,17 @@ def usages(tier: HostTier, tiers: Iterable[SecondaryTier]) -> list[TierUsage]:
             if (usage := secondary.usage()) is not None
         ),
     ]
+    for reported in found:
+        if quota := quotas.get(reported.tier):
+            reported.salt_quota_bytes, reported.max_salt_used_bytes = quota.limit_bytes, quota.most_bytes
+            reported.salt_count = len(quota)
+    return found
+
+
+def salt_quotas(tier: HostTier, tiers: Iterable[SecondaryTier]) -> dict[str, OwnerQuotas]:
+    """The quotas of the tiers that have them, by the name of the tier."""
+    named = {HOST: tier.quotas} | {one.name: one.quotas for one in tiers if isinstance(one, BackendTier)}
+    return {name: quotas for name, quotas in named.items() if quotas is not None}
 
 
 def held(tier: HostTier, disk: DiskTier | None, chunk_sizes: Mapping[bytes, int]) -> Iterator[HeldChunk]:

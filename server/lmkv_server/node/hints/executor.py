@@ -124,10 +124,10 @@ class Prefetches:
 
 
 PIN_SHARE = 4
-"""Pins of hints take at most 1/4 of the pool; those of one owner half of that."""
+"""Pins of hints take at most 1/4 of the pool; those of one owner half of that, and no more than its quota."""
 MAX_HINT_PINS = MAX_PINS // 2
 RETAIN_SHARE = 2
-"""Retained chunks take at most 1/2 of the pool; those of one owner half of that."""
+"""Retained chunks take at most 1/2 of the pool; those of one owner half of that, and no more than its quota."""
 DEMOTE_SECONDS = 30.0
 """Most time that demoted chunks stay as they are because they wait to be written."""
 BUSY = f"{MAX_TASKS} hints run already"
@@ -219,7 +219,8 @@ class HintExecutor:
         if self._pins.get(pin_id) is None and self._pins.owned_count >= MAX_HINT_PINS:
             return hint.rejected(HintReason.QUOTA, f"{MAX_HINT_PINS} pins of hints are in force")
         limit = self._tier.size_bytes // PIN_SHARE
-        room = min(limit - self._pins.owned_bytes(), limit // 2 - self._pins.owned_bytes(hint.owner))
+        own = limit // 2 if self._tier.quotas is None else min(limit // 2, self._tier.quotas.limit_bytes)
+        room = min(limit - self._pins.owned_bytes(), own - self._pins.owned_bytes(hint.owner))
         count = 0
         for chunk in held.chunks:
             if not self._pins.is_owned(hint.owner, chunk):
@@ -232,6 +233,7 @@ class HintExecutor:
         ttl = min(hint.ttl_seconds, MAX_TTL_SECONDS)
         keys = [chunk.key for chunk in held.chunks[:count]]
         self._pins.pin(pin_id, keys, time.monotonic(), ttl, owner=hint.owner)
+        self._tier.adopt(held.chunks[:count], hint.owner)
         self._orders.pins_changed()
         return self._kept(hint, held, count, ttl)
 
@@ -241,6 +243,7 @@ class HintExecutor:
         if not self._is_enough(hint, held, count):
             return self._unkept(hint, held, "retained chunks")
         self.retentions.retain(held.chunks[:count], hint.owner, hint.priority, time.monotonic() + ttl)
+        self._tier.adopt(held.chunks[:count], hint.owner)
         self._timer.changed()
         return self._kept(hint, held, count, ttl)
 

@@ -31,11 +31,13 @@ class Retention:
 
 
 class Retentions:
-    """The retained chunks of one host tier, at most `limit_bytes`, and half of that for one owner."""
+    """The retained chunks of one host tier, at most `limit_bytes`, and half of that, or its quota, for one owner."""
 
     def __init__(self, tier: HostTier, limit_bytes: int) -> None:
         self._tier = tier
         self._limit_bytes = limit_bytes
+        quota_bytes = tier.quotas.limit_bytes if tier.quotas else limit_bytes
+        self._owner_limit_bytes = min(limit_bytes // 2, quota_bytes)
         self._retained: dict[ChunkKey, Retention] = {}
         self._owner_bytes: Counter[bytes] = Counter()
         self._due: list[tuple[float, ChunkKey]] = []  # heap; entries whose time is not that of `_retained` are void
@@ -50,7 +52,7 @@ class Retentions:
 
     def room(self, chunks: Sequence[Chunk], owner: bytes) -> int:
         """Counts the first of these chunks that the quota has room for."""
-        room = min(self._limit_bytes - self.size_bytes, self._limit_bytes // 2 - self._owner_bytes[owner])
+        room = min(self._limit_bytes - self.size_bytes, self._owner_limit_bytes - self._owner_bytes[owner])
         for count, chunk in enumerate(chunks):
             room -= 0 if chunk.key in self._retained else align(chunk.size_bytes)
             if room < 0:

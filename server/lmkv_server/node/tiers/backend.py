@@ -244,6 +244,10 @@ class ListedChunk(Protocol):
     def prefix_digests(self) -> bytes:
         """The digests of `host.Chunk`; empty if the backend does not know them."""
 
+    @property
+    def owner(self) -> bytes:
+        """The owner of `host.Chunk`; empty if the backend does not know it."""
+
 
 C = TypeVar("C", bound=ListedChunk)
 
@@ -282,6 +286,15 @@ class Backend(Reopened, Protocol[C]):
 
         `memory` has the chunk's bytes, padded to whole pages. It is read until this returns, or longer if cancelled.
         """
+
+    def keeps(self, key: ChunkKey) -> bool:
+        """Whether it holds the chunk, among those that count towards quotas."""
+
+    def is_free(self, key: ChunkKey) -> bool:
+        """Whether it keeps the chunk, and no other one continues it there."""
+
+    def evict(self, key: ChunkKey) -> None:
+        """Removes a chunk, if it keeps it, because its owner has more than its quota."""
 
     def discard(self, chunks: Sequence[C], reason: MissReason, /) -> None:
         """Forgets chunks that are damaged or gone, and removes what is left of them in the background."""

@@ -6,9 +6,10 @@ Chunks of the host tier are written in the background.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
@@ -18,6 +19,7 @@ from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import Chunk
+from lmkv_server.node.cache.quotas import OwnedChunk, OwnerQuotas
 from lmkv_server.node.tiers.backend import Backend, C, WriteResult
 from lmkv_server.node.tiers.base import Presence, Progress, TierStats
 from lmkv_server.node.tiers.reader import TierReader
@@ -65,6 +67,11 @@ class TierWriter:
     def has(self, key: ChunkKey) -> bool:
         """Whether a backend is known to hold the chunk."""
         return any(backend.find(key) for backend in self._backends)
+
+    @property
+    def writing(self) -> Collection[Chunk]:
+        """The chunks that are being written."""
+        return self._writing.keys()
 
     def add(self, chunk: Chunk) -> None:
         """Queues a chunk of the host tier, unless the secondary tier holds it or no backend is open."""
@@ -133,6 +140,37 @@ FLUSH_SECONDS = 3.0
 """Most time that a node which ends takes to write waiting chunks."""
 
 
+class KeptChunk(CachedChunk, OwnedChunk, Protocol):
+    """A chunk of a backend that knows what it holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _KeptChunks:
+    """The `EvictableChunks` of a tier."""
+
+    backends: Sequence[Backend[Any]]
+    writer: TierWriter
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        """Also a chunk that is about to be kept, behind one that is kept: a backend writes several at a time."""
+        writing = {chunk.key: chunk for chunk in self.writer.writing}
+        for _ in range(len(writing) + 1):
+            if any(backend.keeps(key) for backend in self.backends):
+                return True
+            chunk = writing.get(key)
+            if chunk is None or chunk.parent in (None, chunk.owner):
+                return chunk is not None
+            assert chunk.parent is not None
+            key = chunk.parent
+        return False
+
+    def is_free(self, key: ChunkKey) -> bool:
+        """Also not free: a chunk that one which is about to be kept continues, unless it is itself just being added."""
+        writing = self.writer.writing
+        continued = any(chunk.parent == key for chunk in writing) and all(chunk.key != key for chunk in writing)
+        return not continued and any(backend.is_free(key) for backend in self.backends)
+
+
 class BackendTier(Generic[C]):
     """The base of `DiskTier` and `RemoteTier`. Use it as an async context manager, inside that of the pool."""
 
@@ -142,11 +180,20 @@ class BackendTier(Generic[C]):
     """The time that a node that starts waits for the backends to open; they are used whenever they are open."""
 
     def __init__(
-        self, name: str, backends: Sequence[Backend[C]], cache: HostCache, encryption: ChunkEncryption | None
+        self,
+        name: str,
+        backends: Sequence[Backend[C]],
+        cache: HostCache,
+        encryption: ChunkEncryption | None,
+        quota_bytes: int = 0,
     ) -> None:
-        """`encryption` is what the backends encrypt with, for the tier's counts."""
+        """`encryption` is what the backends encrypt with, for the tier's counts; `quota_bytes` are the most bytes of
+        the chunks of one owner, 0: no limit."""
         self.name = name
+        self.quotas = OwnerQuotas(quota_bytes) if quota_bytes else None
+        """Bytes by owner, if they are limited."""
         self.writer = TierWriter(backends, cache)
+        self._kept = _KeptChunks(backends=backends, writer=self.writer)
         self.reader: TierReader[C] = TierReader(backends, cache)
         self.tier = cache.tier
         self._events = cache.events
@@ -202,15 +249,36 @@ class BackendTier(Generic[C]):
         if not any(backend.health.is_open for backend in self._backends):
             self.writer.clear()
 
-    def stored(self, chunk: CachedChunk) -> None:
-        """Reports that a backend holds a chunk, if it is one that knows what it holds."""
+    def stored(self, chunk: KeptChunk) -> None:
+        """Reports that a backend holds a chunk, if it is one that knows what it holds, and keeps its owner's quota."""
         self._events.stored(self.name, chunk)
+        self.charge(chunk)
 
-    def removed(self, chunks: Sequence[CachedChunk], reason: MissReason) -> None:
+    def removed(self, chunks: Sequence[KeptChunk], reason: MissReason) -> None:
         """Reports that a backend no longer holds chunks."""
         self._evicted_count += len(chunks) * (reason is MissReason.EVICTED_FROM_TIER)
         for chunk in chunks:
+            self.refund(chunk)
             self._events.removed(self.name, chunk, reason)
+
+    def charge(self, chunk: OwnedChunk) -> None:
+        """Counts a chunk of a backend towards its owner's quota, and evicts the owner's own chunks beyond that."""
+        if self.quotas is None:
+            return
+        self.quotas.add(chunk)
+        for key in self.quotas.surplus(chunk, self._kept):
+            self.quotas.count_evicted()
+            for backend in self._backends:
+                backend.evict(key)
+
+    def count_evicted(self) -> None:
+        """Counts a chunk that left a backend which does not report what it holds."""
+        self._evicted_count += 1
+
+    def refund(self, chunk: OwnedChunk) -> None:
+        """Ends the charge of a chunk that the backend does not hold any more, if there is one."""
+        if self.quotas is not None:
+            self.quotas.remove(chunk)
 
     # --- As a secondary tier -------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from lmkv.plugins import TIERS, load_plugin
 from lmkv.pool.pool import Pool
 from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.channel import NixlFiles
+from lmkv.units import GIB
 from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.tiers.base import SecondaryTier
 from lmkv_server.node.tiers.codec import ZSTD, ChunkCodec, KnownSpecs
@@ -84,6 +85,7 @@ def make_tiers(context: TierContext) -> Iterator[ConfiguredTier]:
             io=_file_io(config, cache.pool),
             encryption=context.encryption("disk"),
             codec=context.codec("local_disk_codec", config.local_disk_codec),
+            quota_bytes=round(config.max_salt_disk_size * GIB),
         )
     if config.remote_url:
         yield RemoteTier(
@@ -92,6 +94,7 @@ def make_tiers(context: TierContext) -> Iterator[ConfiguredTier]:
             lookup_seconds=config.remote_lookup_timeout,
             encryption=context.encryption("remote"),
             codec=context.codec("remote_codec", config.remote_codec),
+            quota_bytes=round(config.max_salt_remote_size * GIB),
         )
     for options in config.tiers:
         name = options["name"]

@@ -190,6 +190,7 @@ class TierReader(Generic[C]):
             token_count=header.token_count,
             parent=header.parent,
             prefix_digests=chunk.prefix_digests,
+            owner=chunk.owner,
         )
         return self._tier.commit(intact) or self._tier.get(chunk.key)
 

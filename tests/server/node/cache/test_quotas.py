@@ -115,6 +115,15 @@ def test_chunks_that_were_fetched_behind_a_chunk_have_its_owner_and_others_have_
     assert tier.quotas.used_bytes(A) == 2 * ALIGNMENT
 
 
+def test_chunks_that_a_hint_keeps_count_for_its_owner_if_they_have_none() -> None:
+    tier = make_tier()
+    read, own = store(tier, 0), store(tier, 1, A)
+    tier.adopt([read, own], B)
+    tier.check()
+    assert tier.quotas is not None
+    assert (tier.quotas.used_bytes(A), tier.quotas.used_bytes(B)) == (ALIGNMENT, ALIGNMENT)
+
+
 def test_a_store_looks_at_a_bounded_number_of_chunks() -> None:
     count = 2 * SCANNED_AT_ONCE
     tier = make_tier(pool=2 * count, quota=count)
@@ -124,12 +133,18 @@ def test_a_store_looks_at_a_bounded_number_of_chunks() -> None:
     assert chunk.dropped
     assert tier.quotas is not None
 
-    def is_free(key: ChunkKey) -> bool:
-        asked.append(key)
-        return False
+    class Busy:
+        """Chunks of which none may be evicted."""
 
-    assert list(tier.quotas.surplus(chunk, is_free)) == []
-    assert len(asked) <= SCANNED_AT_ONCE + 1
+        def __contains__(self, key: ChunkKey) -> bool:
+            return True
+
+        def is_free(self, key: ChunkKey) -> bool:
+            asked.append(key)
+            return False
+
+    assert list(tier.quotas.surplus(chunk, Busy())) == []
+    assert len(asked) <= 2 * SCANNED_AT_ONCE + 1
 
 
 def test_without_quotas_nothing_is_counted() -> None:

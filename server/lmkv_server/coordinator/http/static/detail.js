@@ -2,7 +2,7 @@
 
 import { history, seconds, serverNow } from "./api.js";
 import { byId, h, keyed, setAttribute, setProperty, setText, show } from "./dom.js";
-import { ago, bytes, count, counted, percent } from "./format.js";
+import { ago, bytes, bytesOf, count, counted, percent } from "./format.js";
 import { History } from "./history.js";
 import { hitsOf, hitsText, makeHitsBar, stateOf, stateText, usageOf } from "./instances.js";
 
@@ -142,7 +142,10 @@ function makeTier({ tier: name }) {
     setAttribute(bar, "aria-valuetext", `${room}, ${percent(used, capacity)}`);
     setProperty(bar, "--fill", `${fill.toFixed(1)}%`);
     show(bar, capacity > 0);
-    setText(text, `${room} · ${counted(Number(usage.chunkCount ?? 0), "chunk")}`);
+    const salts = counted(Number(usage.saltCount ?? 0), "salt");
+    const most = bytesOf(Number(usage.maxSaltUsedBytes ?? 0), Number(usage.saltQuotaBytes ?? 0));
+    const quota = Number(usage.saltQuotaBytes ?? 0) ? ` · ${salts}, the largest has ${most}` : "";
+    setText(text, `${room} · ${counted(Number(usage.chunkCount ?? 0), "chunk")}${quota}`);
   };
   return { element: h("li", {}, h("span", { class: "name" }, name), bar, text), update };
 }

@@ -10,7 +10,8 @@ All fields are hexadecimal; the parent may be missing. The seal is a checksum of
 was changed does not match it and is ignored. The listing of a folder is its index: no other file can be lost or differ.
 
 An encrypted file has `k` and the id of its key in place of the checksum, which is encrypted with the bytes. An encoded
-file has `~codec~bytes` behind the bytes of its chunk: those that it stores, of which the checksum is.
+file has `~codec~bytes` behind the bytes of its chunk: those that it stores, of which the checksum is. A chunk that
+counts towards a quota has `@owner` behind its serial.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".chunk"
 _NAME = re.compile(
     r"(?P<sealed>(?P<key>[0-9a-f]{32})-(?P<parent>[0-9a-f]{32})?-(?P<fingerprint>[0-9a-f]{32})"
-    r"-(?P<tokens>[0-9a-f]{1,8})-(?P<bytes>[0-9a-f]{1,16})(?:~(?P<codec>[a-z0-9.]{1,16})~(?P<stored>[0-9a-f]{1,16}))?-(?:(?P<checksum>[0-9a-f]{16})|k(?P<key_id>[0-9a-f]{16}))-(?P<serial>[0-9a-f]{16}))"
+    r"-(?P<tokens>[0-9a-f]{1,8})-(?P<bytes>[0-9a-f]{1,16})(?:~(?P<codec>[a-z0-9.]{1,16})~(?P<stored>[0-9a-f]{1,16}))?-(?:(?P<checksum>[0-9a-f]{16})|k(?P<key_id>[0-9a-f]{16}))-(?P<serial>[0-9a-f]{16})(?:@(?P<owner>[0-9a-f]{32}))?)"
     r"-(?P<seal>[0-9a-f]{8})\.chunk"
 )
 
@@ -63,6 +64,8 @@ class DiskChunk:
     """Bytes of the encoded chunk, or before it is written the most that they may be; 0: it is not encoded."""
     serial: int
     """Sets it apart from every other file of the same chunk: when it was written, in nanoseconds."""
+    owner: bytes = b""
+    """The owner of `host.Chunk`."""
     prefix_digests: bytes = b""
     """The digests of `host.Chunk`; in memory only: empty if an earlier process wrote the file."""
     is_verified: bool = False
@@ -79,12 +82,18 @@ class DiskChunk:
         return align(self.encoded_bytes or self.size_bytes) + (ALIGNMENT if self.key_id else 0)
 
     @property
+    def extent_bytes(self) -> int:
+        """Bytes that count towards its owner's quota: those of its file."""
+        return self.file_bytes
+
+    @property
     def file_name(self) -> str:
         content = f"k{self.key_id.hex()}" if self.key_id else f"{self.checksum:016x}"
         encoded = f"~{self.codec}~{self.encoded_bytes:x}" if self.codec else ""
+        owner = f"@{self.owner.hex()}" if self.owner else ""
         sealed = (
             f"{self.key.hex()}-{(self.parent or b'').hex()}-{self.fingerprint.hex()}"
-            f"-{self.token_count:x}-{self.size_bytes:x}{encoded}-{content}-{self.serial:016x}"
+            f"-{self.token_count:x}-{self.size_bytes:x}{encoded}-{content}-{self.serial:016x}{owner}"
         )
         return f"{sealed}-{crc32(sealed.encode()):08x}{SUFFIX}"
 
@@ -105,6 +114,7 @@ def parse_file_name(name: str) -> DiskChunk | None:
         codec=match["codec"] or "",
         encoded_bytes=int(match["stored"] or "0", 16),
         serial=int(match["serial"], 16),
+        owner=bytes.fromhex(match["owner"] or ""),
     )
     return chunk if chunk.token_count and chunk.size_bytes else None
 

@@ -165,8 +165,9 @@ class DiskTier(BackendTier[DiskChunk]):
         encryption: ChunkEncryption | None = None,
         codec: ChunkCodec | None = None,
         times: BackendTimes = DISK_TIMES,
+        quota_bytes: int = 0,
     ) -> None:
-        """Each of the folders may hold an equal part of `capacity_bytes`.
+        """Each of the folders may hold an equal part of `capacity_bytes`, and all together `quota_bytes` of one owner.
 
         With `encryption` files are encrypted, and `io` is not used. With a `codec` they are encoded before.
         """
@@ -174,7 +175,7 @@ class DiskTier(BackendTier[DiskChunk]):
         files = EncodedFiles(codec, files) if codec else files
         share_bytes = capacity_bytes // len(paths)
         self.volumes = [DiskVolume(DiskFolder(path, files), share_bytes, self, times) for path in paths]
-        super().__init__(NAME, self.volumes, cache, encryption)
+        super().__init__(NAME, self.volumes, cache, encryption, quota_bytes)
 
     async def __aenter__(self) -> Self:
         """Opens the folders. Raises `ConfigError` for one that another user could have planted."""
@@ -229,6 +230,8 @@ class DiskTier(BackendTier[DiskChunk]):
             used = needs.items.used_with(found, needs.indices) if needs.items else needs.keys[:end]
         for volume in self.volumes:
             volume.index.use(used)
+        if self.quotas is not None:
+            self.quotas.use(chunk for key in used if (chunk := self.get(key)))
         return Presence(asked=needs.indices, indices=found)
 
     def supersede(self, key: ChunkKey) -> None:
@@ -293,6 +296,6 @@ class DiskTier(BackendTier[DiskChunk]):
         for chunk in duplicates:
             volume.index.remove(chunk.key)
         volume.remove(duplicates)
-        for chunk in volume.index:
+        for chunk in list(volume.index):
             self.stored(chunk)
         super().opened(volume)

@@ -56,6 +56,10 @@ class DiskIndex:
         """Notes a use of those chunks of a prompt, in its order, that are here."""
         self._queue.use([key for key in keys if key in self._chunks])
 
+    def is_free(self, key: ChunkKey) -> bool:
+        """Whether the chunk is held, and no other one continues it."""
+        return key in self._chunks and self._queue.is_free(key)
+
     def supersede(self, key: ChunkKey) -> None:
         """Has the chunk, if it is here and not used again, evicted before others."""
         if key in self._chunks:
@@ -211,6 +215,19 @@ class DiskVolume:
         self.remove([written])
         return WriteResult.UNWANTED
 
+    def keeps(self, key: ChunkKey) -> bool:
+        """Whether the chunk is here."""
+        return self.index.get(key) is not None
+
+    def is_free(self, key: ChunkKey) -> bool:
+        """Whether the chunk is here, and no other one continues it."""
+        return self.index.is_free(key)
+
+    def evict(self, key: ChunkKey) -> None:
+        """Removes the chunk, if it is here, and its file in the background."""
+        if chunk := self.index.get(key):
+            self.discard([chunk], MissReason.EVICTED_FROM_TIER)
+
     def discard(self, chunks: Sequence[DiskChunk], reason: MissReason) -> None:
         """Forgets chunks, and removes their files in the background."""
         for chunk in chunks:
@@ -289,5 +306,6 @@ class DiskVolume:
             size_bytes=chunk.size_bytes,
             checksum=chunk.checksum,
             serial=self._serial,
+            owner=chunk.owner,
         )
         return self.folder.planned(described)

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +20,7 @@ from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
 from lmkv.runtime.patience import MOST_SECONDS
 from lmkv.spec import KvSpec
+from lmkv_server.node.cache.eviction import EvictionQueue
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers import encryption_header
 from lmkv_server.node.tiers.backend import BackendHealth, BackendTimes, WriteResult
@@ -184,7 +185,21 @@ LOOKUP_THREADS = 2
 KNOWN_SECONDS = 10.0
 """The time for which the answer that the store holds a chunk is used: from a lookup to its load."""
 MAX_KNOWN = 65_536
+MAX_WRITTEN = 262_144
+"""Objects that the node counts towards quotas of their owners; of more, those that were not used for longest are not
+counted any more."""
 REMOVED_AT_ONCE = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenObject:
+    """An object that this node has written for an owner."""
+
+    key: ChunkKey
+    parent: ChunkKey | None
+    owner: bytes
+    extent_bytes: int
+    name: str
 
 
 class StoreBackend:
@@ -204,6 +219,9 @@ class StoreBackend:
         self._known: OrderedDict[ChunkKey, tuple[RemoteChunk, float]] = OrderedDict()  # until when
         self._owed: set[str] = set()
         """Prefixes of names that are still to be removed; until then nothing is read."""
+        self._written: dict[ChunkKey, WrittenObject] = {}
+        """The objects that count towards quotas, if there are any."""
+        self._written_queue = EvictionQueue()
         self._background: set[asyncio.Task[None]] = set()
         self._removals: set[asyncio.Task[None]] = set()
         """The tasks of `_background` that remove single objects."""
@@ -250,6 +268,61 @@ class StoreBackend:
         """Forgets that the store holds these chunks."""
         for key in keys:
             self._known.pop(key, None)
+            self._refund(key)
+
+    @property
+    def written_count(self) -> int:
+        """Objects that count towards quotas."""
+        return len(self._written)
+
+    def keeps(self, key: ChunkKey) -> bool:
+        """Whether this node has written the chunk."""
+        return key in self._written
+
+    def is_free(self, key: ChunkKey) -> bool:
+        """Whether this node has written the chunk, and no chunk behind it."""
+        return key in self._written and self._written_queue.is_free(key)
+
+    def evict(self, key: ChunkKey) -> None:
+        """Removes an object, if this node has written it, in the background."""
+        if written := self._written.get(key):
+            self.forget([key])
+            self._tier.count_evicted()
+            self._remove_in_background([written.name])
+
+    def check(self) -> None:
+        """Asserts that quotas count what was written, and no more."""
+        self._written_queue.check()
+        assert len(self._written_queue) == len(self._written) <= MAX_WRITTEN
+        if self._tier.quotas is not None:
+            self._tier.quotas.check(self._written.values())
+
+    def _charge(self, chunk: Chunk) -> None:
+        """Counts an object that was written towards its owner's quota."""
+        if self._tier.quotas is None or not chunk.owner or chunk.key in self._written:
+            return
+        written = WrittenObject(
+            key=chunk.key,
+            parent=chunk.parent,
+            owner=chunk.owner,
+            extent_bytes=chunk.size_bytes,
+            name=object_name(chunk.fingerprint, chunk.key, self.objects.root),
+        )
+        while len(self._written) >= MAX_WRITTEN and (key := self._written_queue.pop()) is not None:
+            self._tier.refund(self._written.pop(key))
+        self._written[chunk.key] = written
+        self._written_queue.add(chunk.key, chunk.parent)
+        self._tier.charge(written)
+
+    def _refund(self, key: ChunkKey) -> None:
+        if written := self._written.pop(key, None):
+            self._written_queue.remove(key)
+            self._tier.refund(written)
+
+    def _use(self, key: ChunkKey) -> None:
+        if self._tier.quotas is not None and (written := self._written.get(key)):
+            self._written_queue.use([key])
+            self._tier.quotas.use([written])
 
     async def sizes(self, names: Sequence[str], seconds: float) -> list[int]:
         """Sizes of objects, 0 of absent ones; empty if the store fails or does not answer in time."""
@@ -270,6 +343,7 @@ class StoreBackend:
                 return None
             return described if described.is_verified or is_intact(described) else None
 
+        self._use(chunk.key)
         try:
             return await self.health.run("read", read)
         except OSError as error:
@@ -301,6 +375,8 @@ class StoreBackend:
         if not is_wanted():
             self._remove_in_background([object_name(chunk.fingerprint, chunk.key, self.objects.root)])
             return WriteResult.UNWANTED
+        if is_new:
+            self._charge(chunk)
         return WriteResult.WRITTEN if is_new else WriteResult.PRESENT
 
     def discard(self, chunks: Sequence[RemoteChunk], _reason: MissReason, /) -> None:
@@ -336,6 +412,8 @@ class StoreBackend:
         """
         if not dry_run:
             self._known.clear()
+            for written in [one for one in self._written.values() if one.name.startswith(prefix)]:
+                self._refund(written.key)
             self._owed.add(prefix)
         try:
             count, pages = 0, self._store.names(prefix)
@@ -349,6 +427,11 @@ class StoreBackend:
         if not dry_run:
             self._owed.discard(prefix)
         return count
+
+    async def settle(self) -> None:
+        """Returns once removals that were started have ended."""
+        if self._removals:
+            await asyncio.wait(set(self._removals))
 
     async def aclose(self) -> None:
         """Ends running calls within a bounded time, and releases the store. Idempotent."""

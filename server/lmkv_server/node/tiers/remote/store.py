@@ -130,6 +130,11 @@ class RemoteChunk:
         return b""
 
     @property
+    def owner(self) -> bytes:
+        """Empty: the header does not have it."""
+        return b""
+
+    @property
     def name(self) -> str:
         """The name of its object in the store."""
         return object_name(self.fingerprint, self.key, self.root)

@@ -59,15 +59,17 @@ class RemoteTier(BackendTier[RemoteChunk]):
         encryption: ChunkEncryption | None = None,
         codec: ChunkCodec | None = None,
         times: BackendTimes = STORE_TIMES,
+        quota_bytes: int = 0,
     ) -> None:
-        """`lookup_seconds` bounds a lookup's wait for the store, unless its answer is worth more.
+        """`lookup_seconds` bounds a lookup's wait for the store, unless its answer is worth more. `quota_bytes` are the
+        most bytes of one owner among the chunks that this node has written since its start; 0: no limit.
 
         With `encryption` objects are encrypted, with a `codec` encoded before, and others are not looked up.
         """
         objects: ObjectFormat = EncryptedObjects(encryption) if encryption else PlainObjects()
         objects = EncodedObjects(codec, encryption) if codec else objects
         self.backend = StoreBackend(self, name, store, objects, times)
-        super().__init__(name, [self.backend], cache, encryption)
+        super().__init__(name, [self.backend], cache, encryption, quota_bytes)
         self._lookup_seconds = lookup_seconds
 
     async def lookup(self, needs: Needs) -> Presence:
@@ -215,5 +217,7 @@ class RemoteTier(BackendTier[RemoteChunk]):
         return await self.backend.remove_all(prefix, dry_run=selection.dry_run)
 
     def usage(self) -> TierUsage | None:
-        """Returns None: only the store knows."""
-        return None
+        """Returns what this node has written if that counts towards quotas; else None: only the store knows."""
+        if self.quotas is None:
+            return None
+        return TierUsage(capacity_bytes=0, used_bytes=self.quotas.total_bytes, chunk_count=self.backend.written_count)

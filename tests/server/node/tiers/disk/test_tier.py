@@ -115,6 +115,57 @@ async def test_a_smaller_disk_keeps_what_was_used_last(folder: Path) -> None:
     assert len(files(folder)) == 2
 
 
+ONE, OTHER = b"1" * 16, b"2" * 16
+
+
+async def flood(host: Host, numbers: range, owner: bytes) -> None:
+    """Stores chunks of an owner, as many at a time as the pool has room for."""
+    for number in numbers:
+        host.store(number, owner=owner)
+        await flushed(host)
+    await host.disk.settle()
+
+
+@pytest.mark.parametrize("folder_count", [1, 2])
+async def test_an_owner_that_floods_a_disk_evicts_only_its_own_chunks(tmp_path: Path, folder_count: int) -> None:
+    folders = [tmp_path / str(number) for number in range(folder_count)]
+    async with host_with_disk(folders, disk_chunks=12, quota_chunks=4) as host:
+        await flood(host, range(4), ONE)
+        await flood(host, range(100, 130), OTHER)
+        assert host.on_disk == set(chunk_keys(*range(4), *range(126, 130)))
+        assert sum(len(files(folder)) for folder in folders) == 8
+        assert host.disk.quotas is not None
+        assert (host.disk.quotas.evicted_count, host.disk.stats().evicted_chunks) == (26, 26)
+
+
+async def test_of_an_owners_chunks_on_disk_those_leave_first_that_were_not_used(folder: Path) -> None:
+    async with host_with_disk(folder, quota_chunks=4) as host:
+        await flood(host, range(4), ONE)
+        assert await host.count(0) == 1
+        await flood(host, range(4, 7), ONE)
+        assert host.on_disk == set(chunk_keys(0, 4, 5, 6))
+
+
+async def test_of_a_prompt_beyond_the_quota_the_disk_keeps_the_beginning(folder: Path) -> None:
+    async with host_with_disk(folder, quota_chunks=4) as host:
+        for number in range(8):
+            host.store(number, parent=number - 1 if number else None, owner=ONE)
+        await flushed(host)
+        assert host.on_disk == set(chunk_keys(*range(4)))
+
+
+async def test_after_a_restart_chunks_on_disk_have_their_owners_and_a_smaller_quota_holds(folder: Path) -> None:
+    async with host_with_disk(folder, quota_chunks=6) as host:
+        await flood(host, range(6), ONE)
+        await flood(host, range(10, 12), OTHER)
+    async with host_with_disk(folder, quota_chunks=2) as host:
+        assert host.disk.quotas is not None
+        assert host.disk.quotas.used_bytes(ONE) == host.disk.quotas.used_bytes(OTHER) == 2 * CHUNK_BYTES
+        assert {chunk_key(10), chunk_key(11)} < host.on_disk
+        came = await host.read(10)
+        assert came[10].owner == OTHER, "what was read counts in the pool, too"
+
+
 async def test_several_folders_share_the_chunks_and_all_are_found_again(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "abc"]
     async with host_with_disk(folders, host_chunks=30, disk_chunks=30) as host:

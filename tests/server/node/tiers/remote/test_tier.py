@@ -91,6 +91,42 @@ async def test_a_chunk_is_written_once_whichever_node_holds_it(server: AnyServer
     assert server.names() == names_of(0, 1, 2)
 
 
+async def test_an_owner_that_floods_a_store_evicts_only_objects_that_it_has_written(server: AnyServer) -> None:
+    async with host_with(server.store(), quota_chunks=4) as host:
+        host.store(*range(3), owner=b"1" * 16)
+        host.store(*range(4, 7))
+        await host.flushed()
+        for first in range(100, 200, 10):
+            host.store(*range(first, first + 10), owner=b"2" * 16)
+            await host.flushed()
+            host.drop(*range(first, first + 10))
+        await host.remote.backend.settle()
+        assert names_of(*range(3), *range(4, 7)) < server.names()
+        assert len(server.names()) == 3 + 3 + 4
+        assert await host.clear() == 10
+        assert host.remote.backend.written_count == 0
+        host.store(*range(200, 203), owner=b"2" * 16)
+        await host.flushed()
+        assert (usage := host.remote.usage())
+        assert (usage.used_bytes, usage.chunk_count) == (3 * CHUNK_BYTES, 3)
+
+
+async def test_of_an_owners_objects_those_leave_first_that_were_not_read(redis: RedisServer) -> None:
+    async with host_with(redis.store(), quota_chunks=3) as host:
+        host.store(0, owner=b"1" * 16)
+        await host.flushed()
+        for number in (10, 20):
+            host.store(number, owner=b"1" * 16)
+            await host.flushed()
+        host.drop(0)
+        assert await host.count(0) == 1
+        assert await host.read(0) == [0]
+        host.store(1, owner=b"1" * 16)
+        await host.flushed()
+        await host.remote.backend.settle()
+        assert redis.names() == names_of(0, 1, 20)
+
+
 async def test_what_stands_after_a_gap_is_not_counted(redis: RedisServer) -> None:
     async with host_with(redis.store()) as host:
         host.store(0, 1, 3)
