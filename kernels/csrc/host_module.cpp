@@ -10,6 +10,7 @@
 #include "chunk_copy.h"
 #include "chunk_keys.h"
 #include "codec.h"
+#include "json_scan.h"
 #include "token_ids.h"
 
 namespace nb = nanobind;
@@ -120,6 +121,23 @@ nb::bytes token_ids(const ReadOnlyPoolBytes& json) {
   return nb::bytes(ids.data(), ids.size() * sizeof(std::uint32_t));
 }
 
+void add_part(lmkv::JsonScan& scan, const nb::bytes& part) {
+  const std::string_view text{part.c_str(), part.size()};
+  nb::gil_scoped_release unlocked;
+  scan.add(text);
+}
+
+// Rows of name_begin, name_end, begin, end, opened, texts, commas and has_words.
+nb::bytes fields_of(const lmkv::JsonScan& scan) {
+  std::vector<std::uint64_t> rows;
+  rows.reserve(8 * scan.fields.size());
+  for (const lmkv::JsonField& field : scan.fields) {
+    rows.insert(rows.end(), {field.name_begin, field.name_end, field.begin, field.end, field.opened, field.texts,
+                             field.commas, field.has_words});
+  }
+  return nb::bytes(rows.data(), rows.size() * sizeof(std::uint64_t));
+}
+
 lmkv::CodecFormat codec_format(int element, int code, std::int64_t plane_elements, std::int64_t group_elements) {
   return {static_cast<lmkv::Element>(element), static_cast<lmkv::Code>(code), plane_elements, group_elements};
 }
@@ -179,6 +197,18 @@ NB_MODULE(_host, module) {
              "portable"_a = false);
   module.def("chunk_keys", &chunk_keys, "tokens"_a, "root"_a, "chunk_size"_a, "portable"_a = false);
   module.def("token_ids", &token_ids, "json"_a);
+  nb::class_<lmkv::JsonScan>(module, "JsonScan")
+      .def(nb::init<std::size_t>(), "max_fields"_a)
+      .def("add", &add_part, "part"_a)
+      .def_prop_ro("fields", &fields_of)
+      .def_prop_ro("is_object", &lmkv::JsonScan::is_object)
+      .def_ro("size", &lmkv::JsonScan::size)
+      .def_ro("commas", &lmkv::JsonScan::commas)
+      .def_ro("opened", &lmkv::JsonScan::opened)
+      .def_ro("texts", &lmkv::JsonScan::texts)
+      .def_ro("colons", &lmkv::JsonScan::colons)
+      .def_ro("is_ascii", &lmkv::JsonScan::is_ascii)
+      .def_ro("has_more_fields", &lmkv::JsonScan::has_more_fields);
   module.def("codec_isa", [] { return std::string(lmkv::best_codec().isa); });
   module.def("encoded_bytes", &encoded_bytes, "element"_a, "code"_a, "plane_elements"_a, "group_elements"_a, "count"_a);
   module.def("encode", &encode, "element"_a, "code"_a, "plane_elements"_a, "group_elements"_a, "chunk"_a, "encoded"_a,

@@ -6,6 +6,7 @@ Start with `pages.Pages` and `host.gather`.
 """
 
 from lmkv_kernels._chunk_table import ChunkTable
+from lmkv_kernels._host import JsonScan
 from lmkv_kernels.copies import ChunkCopy, copied_bytes
 from lmkv_kernels.host import checksum, chunk_keys, gather, scatter, summed_copy, token_ids
 from lmkv_kernels.pages import Pages, packed_rows, separate_rows, token_rows, whole_states, whole_tiles
@@ -13,6 +14,7 @@ from lmkv_kernels.pages import Pages, packed_rows, separate_rows, token_rows, wh
 __all__ = [
     "ChunkCopy",
     "ChunkTable",
+    "JsonScan",
     "Pages",
     "checksum",
     "chunk_keys",

@@ -46,6 +46,53 @@ def chunk_keys(tokens: NDArray[np.uint32], root: NDArray[np.uint8], chunk_size: 
 def token_ids(json: NDArray[np.uint8]) -> bytes:
     """The integers of a JSON list as u32. Raises `ValueError` if it is not a list of integers from 0 to 2^32 - 1."""
 
+class JsonScan:
+    """Scans a JSON text while its parts arrive. Keeps the places of `max_fields` fields of its object."""
+
+    def __init__(self, max_fields: int) -> None: ...
+    def add(self, part: bytes) -> None:
+        """Scans the next part."""
+
+    @property
+    def fields(self) -> bytes:
+        """Rows of 8 u64, one for each field of the outermost object.
+
+        They are: begin and end of its name, with quotes, and of its value; objects and lists of the value; its texts,
+        names included; commas of its own list or object; and whether it has something else but whole numbers from 0 on.
+        """
+
+    @property
+    def is_object(self) -> bool:
+        """Whether the text so far is one object, if it is JSON."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the parts."""
+
+    @property
+    def commas(self) -> int:
+        """Commas outside of texts."""
+
+    @property
+    def opened(self) -> int:
+        """Objects and lists."""
+
+    @property
+    def texts(self) -> int:
+        """Texts, names of fields included."""
+
+    @property
+    def colons(self) -> int:
+        """Colons outside of texts."""
+
+    @property
+    def is_ascii(self) -> bool:
+        """Whether all characters so far are ASCII."""
+
+    @property
+    def has_more_fields(self) -> bool:
+        """Whether there are more than `max_fields`."""
+
 def codec_isa() -> str:
     """The instruction set that the codecs use on this processor."""
 

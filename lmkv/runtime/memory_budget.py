@@ -24,8 +24,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-import numpy as np
-
 from lmkv.errors import TooManyRequests
 from lmkv.runtime.cgroups import CGROUP_ROOT, PROC, memory_cgroups
 
@@ -64,8 +62,6 @@ TRIM_SECONDS = 1.0
 REUSED_BYTES = 64 << 20
 """Freed blocks up to this size are used again, not returned to the system one by one: getting 32 MB of fresh memory
 takes longer than decoding them."""
-COUNTED_AT_ONCE = 256 << 10
-"""Bytes that fit into a processor's cache."""
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -350,76 +346,6 @@ def memory_limit(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> int:
     limits += (cgroup.limit_bytes for cgroup in memory_cgroups(proc, cgroup_root) if cgroup.limit_bytes is not None)
     own, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return min(limits if own == resource.RLIM_INFINITY else [*limits, own])
-
-
-class JsonSize:
-    """An upper bound of the memory that a JSON text takes once it is decoded, the text itself included.
-
-    It is counted while the text arrives: counting all of a large one would take as long as a turn.
-    """
-
-    def __init__(self) -> None:
-        self.text_bytes = 0
-        """Bytes of the parts so far."""
-        self.value_count = 0
-        """Number of values, and of characters in texts that look like the beginning of one."""
-        self._is_ascii = True
-
-    @property
-    def size_bytes(self) -> int:
-        """The bound for the parts so far."""
-        character_bytes = 1 if self._is_ascii else WIDE_CHARACTER_BYTES
-        return self.text_bytes * (1 + character_bytes) + self.value_count * JSON_VALUE_BYTES
-
-    def add(self, part: bytes) -> None:
-        """Counts the next part."""
-        self.text_bytes += len(part)
-        self._is_ascii = self._is_ascii and part.isascii()
-        octets = np.frombuffer(part, np.uint8)
-        for start in range(0, octets.size, COUNTED_AT_ONCE):
-            some = octets[start : start + COUNTED_AT_ONCE]
-            self.value_count += sum(int(np.count_nonzero(some == mark)) for mark in b",[{:")
-
-
-class JsonValues:
-    """Counts the values of a JSON text exactly, part by part, in ten times the time of `JsonSize`."""
-
-    def __init__(self) -> None:
-        self._value_count = 0
-        self._slow_count = 0
-        self._is_in_text = False
-        self._rest = b""
-
-    @property
-    def are_too_many(self) -> bool:
-        """Whether the parts so far would be decoded for too long."""
-        return self._value_count > MAX_JSON_VALUES or self._slow_count > MAX_JSON_OBJECTS
-
-    def add(self, part: bytes) -> None:
-        """Counts the next part."""
-        part = self._rest + part
-        self._rest = b""
-        if b"\\" in part:
-            part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
-            if part.endswith(b"\\"):  # the next part begins with what it escapes
-                part, self._rest = part[:-1], b"\\"
-        octets = np.frombuffer(part, np.uint8)
-        quotes = octets == ord('"')
-        quote_count = int(np.count_nonzero(quotes))
-        if quote_count:
-            in_text = np.bitwise_xor.accumulate(quotes) ^ self._is_in_text
-            octets, self._is_in_text = octets[~in_text], bool(in_text[-1])
-        elif self._is_in_text:
-            return
-        self._value_count += int(np.count_nonzero(octets == ord(",")))
-        self._slow_count += quote_count // 2 + sum(int(np.count_nonzero(octets == mark)) for mark in b"[{")
-
-
-def json_bytes(body: bytes) -> int:
-    """`JsonSize` of a whole text."""
-    size = JsonSize()
-    size.add(body)
-    return size.size_bytes
 
 
 def _count(counts: dict[str, int], caller: str, change: int) -> None:

@@ -18,7 +18,8 @@ from lmkv.auth.caller import http_client_identity
 from lmkv.auth.credentials import HEADER
 from lmkv.errors import TooManyRequests
 from lmkv.runtime import turns
-from lmkv.runtime.memory_budget import MAX_JSON_OBJECTS, MAX_JSON_VALUES, JsonSize, JsonValues, Lease
+from lmkv.runtime.memory_budget import MAX_JSON_OBJECTS, MAX_JSON_VALUES, Lease
+from lmkv_server.http.json_text import JsonText
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +103,11 @@ def caller_of(request: Request) -> str:
     return http_client_identity(request.client.host if request.client else "")
 
 
-async def read_body(request: Request, lease: Lease, max_bytes: int, setting: str = "") -> bytes:
+JOINED_APART_BYTES = 1 << 20
+"""Larger bodies are joined in a thread. Python copies as much without its lock."""
+
+
+async def read_body(request: Request, lease: Lease, max_bytes: int, setting: str = "") -> JsonText:
     """The body of a request, which should be JSON: memory is taken for what it is decoded to, too.
 
     That of the text is taken before it is read: all of it if the request says its length. Waits for memory as
@@ -111,7 +116,7 @@ async def read_body(request: Request, lease: Lease, max_bytes: int, setting: str
     """
     stream = request.stream()
     chunks: list[bytes] = []
-    decoded = JsonSize()
+    body = JsonText()
     too_large = BodyTooLarge(f"more than {max_bytes} bytes{setting and f'; see {setting}'}")
     try:
         length = request.headers.get("content-length", "")
@@ -123,40 +128,32 @@ async def read_body(request: Request, lease: Lease, max_bytes: int, setting: str
             await lease.acquire(COPIES * PART_BYTES)
         async for chunk in stream:
             chunks.append(chunk)
-            decoded.add(chunk)
-            if decoded.text_bytes > max_bytes:
+            body.add(chunk)
+            if body.text_bytes > max_bytes:
                 raise too_large
-            if not length and COPIES * (decoded.text_bytes + PART_BYTES) > lease.size_bytes:
+            check_values(body)
+            if not length and COPIES * (body.text_bytes + PART_BYTES) > lease.size_bytes:
                 lease.grow(lease.size_bytes)
-            if decoded.text_bytes >= turns.LARGE_BYTES:
+            if body.text_bytes >= turns.LARGE_BYTES:
                 await turns.of_loop().read(lease.caller)
-        await check_values(decoded, chunks, lease.caller)
-        await lease.acquire(decoded.size_bytes)
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        await lease.acquire(body.size_bytes)
+        is_large = body.text_bytes > JOINED_APART_BYTES
+        body.text = await asyncio.to_thread(b"".join, chunks) if is_large else b"".join(chunks)
+        return body
     except (BodyTooLarge, TooManyRequests):
         chunks.clear()
         lease.close()
-        if "expect" not in request.headers or decoded.text_bytes:  # else the client waits before it sends the body
+        if "expect" not in request.headers or body.text_bytes:  # else the client waits before it sends the body
             await drain(stream, lease.caller)
         raise
 
 
-async def check_values(decoded: JsonSize, parts: Sequence[bytes], caller: str) -> None:
-    """Raises `BodyTooLarge` if a body, whose size `decoded` has counted, takes too long to decode.
-
-    A part is looked at in an iteration of the loop, and none if there are clearly few values.
-    """
-    if decoded.value_count <= MAX_JSON_OBJECTS:
-        return
-    values = JsonValues()
-    for part in parts:
-        for start in range(0, len(part), PART_BYTES):
-            values.add(part[start : start + PART_BYTES])
-            if values.are_too_many:
-                raise BodyTooLarge(
-                    f"more than {MAX_JSON_VALUES} values, or more than {MAX_JSON_OBJECTS} objects, lists and texts"
-                )
-            await turns.of_loop().read(caller)
+def check_values(body: JsonText) -> None:
+    """Raises `BodyTooLarge` if a body takes too long to decode, as far as it has arrived."""
+    if body.has_too_many_values:
+        raise BodyTooLarge(
+            f"more than {MAX_JSON_VALUES} values, or more than {MAX_JSON_OBJECTS} objects, lists and texts"
+        )
 
 
 async def drain(body: AsyncIterator[bytes], caller: str) -> None:

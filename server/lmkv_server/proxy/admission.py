@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +18,10 @@ from lmkv.runtime.memory_budget import Lease, of_process
 from lmkv.runtime.places import Places, most_of
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_server.http.guard import BodyTooLarge, caller_of, read_body
+from lmkv_server.http.json_text import JsonText, NotJson
 from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
 from lmkv_server.proxy.metrics import ProxyMetrics
+from lmkv_server.proxy.openai import Json
 from lmkv_server.proxy.response import ResponseWriter
 from lmkv_server.proxy.routing.health import NoHealthyEngine
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, forwarded_headers
@@ -58,11 +60,19 @@ class AdmittedRequest:
     client: Client
     caller: str
     """The caller that shares of the proxy's limits are counted for: a token, or an address."""
-    body: bytes
+    body: JsonText
     writer: ResponseWriter
 
 
 Serve = Callable[[AdmittedRequest], Awaitable[None]]
+
+
+def fields_of(request: AdmittedRequest, needed: Container[str]) -> Json:
+    """The fields of a request's body, as `JsonText.fields` returns them. Raises `InvalidRequest`."""
+    try:
+        return request.body.fields(needed)
+    except NotJson as error:
+        raise InvalidRequest(400, f"the body must be a JSON object: {error}") from None
 
 
 class Admission:
@@ -166,7 +176,7 @@ class Admission:
         finally:
             self._places.release(writer)
 
-    async def _read(self, request: Request, lease: Lease) -> bytes:
+    async def _read(self, request: Request, lease: Lease) -> JsonText:
         """Reads the body. Raises `InvalidRequest` if it is too large or slow, `ClientDisconnected` if it ends early."""
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):

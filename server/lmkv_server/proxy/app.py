@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import msgspec
 from starlette.applications import Starlette
@@ -19,7 +19,7 @@ from lmkv.errors import PermissionDenied, Unauthenticated
 from lmkv.runtime import turns
 from lmkv_server.http.guard import CHALLENGE, VIEW_RPC, HostGuard, credentials_of
 from lmkv_server.http.server import metrics_response
-from lmkv_server.proxy.admission import Admission, AdmissionApp, AdmittedRequest, InvalidRequest
+from lmkv_server.proxy.admission import Admission, AdmissionApp, AdmittedRequest, fields_of
 from lmkv_server.proxy.engine_routes import list_route, page_routes
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, error_body
@@ -28,6 +28,7 @@ from lmkv_server.proxy.pd.handler import RequestHandler
 from lmkv_server.proxy.pd.parameters import without_handoff
 from lmkv_server.proxy.pd.prefill import CompletionRequest
 from lmkv_server.proxy.routing.pools import EnginePools
+from lmkv_server.proxy.routing.prompt import needed_fields
 
 PROBES = frozenset({"/health", "/healthz", "/readyz"})
 """Paths that no limit applies to."""
@@ -37,8 +38,8 @@ def client_routes(admission: Admission, handler: RequestHandler, pass_through: P
     """The paths that engines serve. Engines check the credentials, or `admission` does by `cache_salt_policy`."""
 
     async def complete(request: AdmittedRequest) -> None:
-        async with turns.of_loop().take(request.caller, len(request.body)):
-            decoded = _completion_request(request)
+        async with turns.of_loop().take(request.caller, request.body.text_bytes):
+            decoded = _completion_request(request, needed_fields(request.path, reads_prompt=handler.reads_prompts))
         await handler.serve(decoded, request.writer)
 
     async def passed(request: AdmittedRequest) -> None:
@@ -133,25 +134,20 @@ def authenticated(route: BaseRoute, authenticator: Authenticator, rpc: str = VIE
     return route
 
 
-def _completion_request(request: AdmittedRequest) -> CompletionRequest:
-    """Decodes a completion request. Raises `InvalidRequest` if the body is not a JSON object."""
-    try:
-        sent = msgspec.json.decode(request.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(400, f"the body is not JSON: {error}") from None
-    if not isinstance(sent, dict):
-        raise InvalidRequest(400, "the body must be a JSON object")
+def _completion_request(request: AdmittedRequest, needed: Container[str]) -> CompletionRequest:
+    """Reads a completion request. Raises `InvalidRequest` if the body is not a JSON object."""
+    sent = fields_of(request, needed)
     user = sent.get("user")
     session = request.session or (user if isinstance(user, str) else "")
     body = request.client.salted(request.path, without_handoff(sent))
     return CompletionRequest(
         path=request.path,
         body=body,
-        size_bytes=len(request.body),
+        size_bytes=request.body.text_bytes,
         headers=request.headers,
         caller=request.caller,
         session=session,
-        sent=request.body if body == sent else b"",
+        sent=request.body.text if body == sent else b"",
     )
 
 

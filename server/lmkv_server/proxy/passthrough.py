@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 
 from lmkv.config import ProxyConfig
 from lmkv.runtime import turns
-from lmkv_server.proxy.admission import AdmittedRequest, InvalidRequest
+from lmkv_server.http.json_text import Encoded, encode
+from lmkv_server.proxy.admission import AdmittedRequest, fields_of
 from lmkv_server.proxy.engine import PREFILL, Engine
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import MESSAGES, RESPONSES, Json, error_body
@@ -25,6 +25,7 @@ from lmkv_server.proxy.routing.pools import (
     Usual,
     cost_by,
 )
+from lmkv_server.proxy.routing.prompt import needed_fields
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, HttpResponse, UpstreamClient
 
 GENERATING = frozenset({RESPONSES, MESSAGES})
@@ -75,12 +76,13 @@ class PassThrough:
         Raises `InvalidRequest`, `EngineRejected`, `EngineFailed` or `NoHealthyEngine`; `EngineRejected` with a 404 if
         all healthy engines lack the path.
         """
-        async with turns.of_loop().take(request.caller, len(request.body)):
-            body = _object(request.body) if request.method == "POST" else {}
+        async with turns.of_loop().take(request.caller, request.body.text_bytes):
+            needed = needed_fields(request.path, reads_prompt=self._lookup is not None)
+            body = fields_of(request, needed) if request.method == "POST" else {}
             sent = _sent(request, body)
             content = None
             if request.method == "POST":
-                content = request.body if sent is body else msgspec.json.encode(sent)
+                content = request.body.text if sent is body else encode(sent)
         writer = request.writer
         if request.path in GENERATING:
             writer.strategy = ALONE
@@ -129,7 +131,7 @@ class PassThrough:
         return [engine for engine in self._pool.engines if engine not in (with_model or fit)]
 
     async def _relay_events(
-        self, engine: Engine, request: AdmittedRequest, content: bytes | None, has_first: Callable[[], None]
+        self, engine: Engine, request: AdmittedRequest, content: Encoded | None, has_first: Callable[[], None]
     ) -> None:
         assert content is not None, "only requests with a body are streamed"
         writer = request.writer
@@ -143,13 +145,6 @@ class PassThrough:
             error.is_final = bool(writer.status)  # events that were sent cannot be revoked
             raise
         await writer.end_stream()
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(400, f"the body must be a JSON object: {error}") from None
 
 
 def _sent(request: AdmittedRequest, body: Json) -> Json:

@@ -94,8 +94,8 @@ def make_app(additions: Mapping[str, Additions]) -> Starlette:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
                 body = await read_body(request, lease, MAX_BODY_BYTES)
-            async with turns.of_loop().take(lease.caller, len(body)):
-                answer = review(msgspec.json.decode(body), additions)
+            async with turns.of_loop().take(lease.caller, body.text_bytes):
+                answer = review(msgspec.json.decode(body.text), additions)
         except BodyTooLarge as error:
             return _error(413, f"the body has {error}")
         except TimeoutError:

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lmkv_server.proxy.admission import InvalidRequest
+from lmkv_server.http.json_text import NotJson, decode_object
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, EventSplitter, data_of, error_body, event_of
-from lmkv_server.proxy.passthrough import _lacks_path, _object
+from lmkv_server.proxy.passthrough import _lacks_path
 from lmkv_server.proxy.pd.parameters import (
     HINTS,
     decode_body,
@@ -21,7 +21,7 @@ from lmkv_server.proxy.pd.parameters import (
     without_handoff,
     without_hints,
 )
-from lmkv_server.proxy.routing.prompt import ArrivingPrompt, NotJson, PromptRequest, read_prompt
+from lmkv_server.proxy.routing.prompt import ArrivingPrompt, PromptRequest, read_prompt
 from lmkv_server.proxy.upstream.client import HttpResponse
 from tests.fuzz.inputs import Input
 
@@ -72,8 +72,8 @@ def run(data: bytes) -> None:
 
 def _request(path: str, content: bytes) -> None:
     body: dict[str, Any] | None = None
-    with suppress(InvalidRequest):
-        body = _object(content)
+    with suppress(NotJson):
+        body = decode_object(content)
     try:
         request = read_prompt(path, content)
     except NotJson as error:
@@ -82,7 +82,8 @@ def _request(path: str, content: bytes) -> None:
     assert body is not None
     _check_parts(path, content, request)
     _check_prompt(request.body, request.tokens.tolist() if request.tokens is not None else None, body)
-    assert isinstance(request.model_name + request.cache_salt + request.user + request.text_prompt, str)
+    assert isinstance(request.model_name + request.cache_salt + request.user, str)
+    assert isinstance(request.text_prompt, str)
     assert request.has_text in (True, False)
     admitted = without_handoff(body)
     assert _lmkv(admitted).keys() <= {HINTS}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,18 +23,13 @@ from lmkv.runtime.memory_budget import (
     CALLER_FRACTION,
     DECODED_PROTOBUF_FACTOR,
     LONE_FRACTION,
-    MAX_JSON_OBJECTS,
-    MAX_JSON_VALUES,
     MIN_BYTES,
     SMALL_FRACTION,
     SPARE_FRACTION,
     TRIM_FROM_BYTES,
-    JsonSize,
-    JsonValues,
     Lease,
     MemoryBudget,
     budget_bytes,
-    json_bytes,
     memory_limit,
 )
 from lmkv.v1.cache_service_pb2 import LookupRequest
@@ -257,46 +250,6 @@ async def test_a_request_that_is_never_served_does_not_stop_others() -> None:
     assert (budget.held_bytes, budget.waiting_count, budget._reserved) == (0, 0, None)
 
 
-@given(
-    st.recursive(
-        st.none() | st.integers() | st.text(alphabet='a,[{:"\\\n\u00e9\U0001f600'),
-        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet='a,{"\\'), inner, max_size=4),
-        max_leaves=20,
-    ),
-    st.integers(1, 7),
-    st.booleans(),
-)
-def test_values_are_counted_outside_of_texts_however_they_arrive(content: Any, part_size: int, is_ascii: bool) -> None:
-    def count(value: Any) -> tuple[int, int]:
-        """Commas; and objects, lists and texts."""
-        if isinstance(value, dict):
-            inner = [*map(count, value), *map(count, value.values())]
-        elif isinstance(value, list):
-            inner = [*map(count, value)]
-        else:
-            return 0, isinstance(value, str)
-        return max(len(value) - 1, 0) + sum(one for one, _ in inner), 1 + sum(other for _, other in inner)
-
-    text = json.dumps(content, ensure_ascii=is_ascii).encode()
-    whole, parts = JsonValues(), JsonValues()
-    whole.add(text)
-    for start in range(0, len(text), part_size):
-        parts.add(text[start : start + part_size])
-    assert (whole._value_count, whole._slow_count) == count(content)
-    assert parts._value_count == whole._value_count
-
-
-@pytest.mark.parametrize(
-    ("value", "most"), [("1,", MAX_JSON_VALUES), ("{},", MAX_JSON_OBJECTS), ('"a",', MAX_JSON_OBJECTS)]
-)
-def test_values_that_take_long_to_decode_are_too_many(value: str, most: int) -> None:
-    values = JsonValues()
-    values.add(b"[" + value.encode() * (most - 1))
-    assert not values.are_too_many
-    values.add(value.encode() * 2)
-    assert values.are_too_many
-
-
 async def test_a_message_that_no_longer_waits_holds_nothing() -> None:
     budget = MemoryBudget(CAPACITY)
     with budget.take("hog", SHARE):
@@ -331,41 +284,6 @@ def test_a_lease_of_nothing_is_no_hold() -> None:
     budget = MemoryBudget(CAPACITY)
     with Lease(budget, "one"):
         assert budget.held_bytes == 0
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" + "1," * 50_000 + "1]",
-        "[" + "[]," * 50_000 + "1]",
-        "[" + "{}," * 50_000 + "1]",
-        "[" + '"a",' * 50_000 + "1]",
-        "[" + '{"a":[123456789]},' * 20_000 + "1]",
-        json.dumps({"image": "A" * 500_000}),
-        json.dumps({str(number): number for number in range(50_000)}),
-        json.dumps(["\U0001f600" + "a" * 30_000] * 10, ensure_ascii=False),
-    ],
-    ids=("numbers", "lists", "objects", "texts", "nested", "text", "fields", "wide"),
-)
-def test_no_json_takes_more_memory_than_its_bound(text: str) -> None:
-    body = text.encode()
-    tracemalloc.start()
-    try:
-        content = msgspec.json.decode(body)
-        taken, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert content
-    assert len(body) + taken <= json_bytes(body)
-    size = JsonSize()
-    for start in range(0, len(body), 10_001):
-        size.add(body[start : start + 10_001])
-    assert (size.size_bytes, size.text_bytes) == (json_bytes(body), len(body)), "however it arrives"
-
-
-def test_a_text_alone_costs_little() -> None:
-    body = json.dumps({"image": "A" * 500_000}).encode()
-    assert json_bytes(body) < 2.1 * len(body)
 
 
 def test_no_lookup_takes_more_memory_than_its_bound() -> None:

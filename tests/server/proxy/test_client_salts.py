@@ -22,6 +22,7 @@ from tests.support.tokens import entry, write
 
 SECRET = "hush"
 TEXT = "the prompt of team a, which is long enough for three chunks of sixteen"
+EMBEDDINGS = "/v1/embeddings"
 PROMPT = {"model": MODEL, "prompt": TEXT, "max_tokens": 2}
 CHAT_BODY = {"model": MODEL, "messages": [{"role": "user", "content": TEXT}], "max_tokens": 2}
 A, B = ({"Authorization": f"Bearer client-of-team-{name}-token"} for name in "ab")
@@ -235,3 +236,37 @@ def test_a_policy_needs_tokens_and_a_secret(settings: dict[str, Any], missing: s
     given = {name: value for name, value in settings.items() if name != missing}
     with pytest.raises(ConfigError, match=f"needs {missing}"):
         ProxyConfig(**given)
+
+
+LONG_TEXTS = ("once " * 100_000, 'a "quoted" line\n' * 50_000, "\u00e9\U0001f600" * 50_000)
+
+
+@pytest.mark.parametrize("prompt", [*LONG_TEXTS, [LONG_TEXTS[1]], list(LONG_TEXTS), list(range(100_000))])
+async def test_long_prompts_arrive_as_they_were_sent_beside_the_salt(
+    make_engine: MakeEngine, make_proxy: MakeProxy, settings: dict[str, Any], prompt: Any
+) -> None:
+    """They are not decoded on their way."""
+    engine = await make_engine("i-0", other_paths=(EMBEDDINGS,))
+    front = await make_proxy(engines=[engine], **settings)
+    body = {"model": MODEL, "input": prompt, "user": "u", "cache_salt": "mine"}
+    await send(front, body, A, EMBEDDINGS)
+    refused = await front.ask(COMPLETIONS, {"model": "unknown", "prompt": prompt, "cache_salt": "mine"}, **A)
+    assert refused.status_code == 404, "the engine has read the model"
+    salt = SALTS[TENANT].derive("team-a", wish="mine")
+    embedding, completion = engine.bodies()
+    assert embedding == body | {"cache_salt": salt}
+    assert completion == {"model": "unknown", "prompt": prompt, "cache_salt": salt}
+
+
+async def test_long_prompts_that_are_not_json_are_refused_by_the_engine(
+    make_engine: MakeEngine, make_proxy: MakeProxy, settings: dict[str, Any]
+) -> None:
+    """Or by the proxy, if something besides the prompt is wrong."""
+    engine = await make_engine("i-0")
+    front = await make_proxy(engines=[engine], **settings)
+    for content in ('{"prompt": "%s"' % ("x" * 100_000), '{"prompt": [%s}' % ("1," * 100_000)):
+        answer = await front.client.post(
+            COMPLETIONS, content=content, headers={**A, "content-type": "application/json"}
+        )
+        assert answer.status_code == 400
+    assert not engine.bodies()

@@ -101,7 +101,7 @@ async def body_of(request: Request) -> AsyncIterator[bytes]:
     with Lease(of_process(), caller_of(request)) as lease:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
-                body = await read_body(request, lease, MAX_BODY_BYTES)
+                body = (await read_body(request, lease, MAX_BODY_BYTES)).text
         except BodyTooLarge as error:
             raise HttpError(413, "INVALID_ARGUMENT", f"the body has {error}") from None
         except TimeoutError:

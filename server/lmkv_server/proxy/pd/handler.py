@@ -204,6 +204,11 @@ class RequestHandler:
         self._prefill = PrefillStage(pools.prefill, clients, handoffs, metrics) if pools.prefill else None
         self._metrics = metrics
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether it looks into prompts: to look them up, or to share requests between engines."""
+        return self._lookup is not None or self._prefill is not None
+
     async def serve(self, request: CompletionRequest, writer: ResponseWriter) -> None:
         """Serves a completion request.
 

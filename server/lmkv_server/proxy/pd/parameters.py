@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from lmkv_server.http.json_text import LongValue
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, DEFAULT_COMPLETION_TOKENS, Json
 
 HINTS = "kv_hints"
@@ -83,7 +84,10 @@ def needs_one_engine(body: Mapping[str, Any]) -> bool:
     search creates its own requests, and log probabilities of the prompt require that all of it is computed.
     """
     prompt = body.get("prompt")
-    several = isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(token, int) for token in prompt)
+    if isinstance(prompt, LongValue):
+        several = prompt.is_list and prompt.comma_count > 0 and not prompt.has_only_numbers
+    else:
+        several = isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(token, int) for token in prompt)
     if several or body.get("prompt_embeds") is not None or body.get("use_beam_search"):
         return True
     logprobs = body.get("logprobs")

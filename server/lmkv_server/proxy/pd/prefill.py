@@ -17,6 +17,7 @@ import msgspec
 
 from lmkv.auth.handoff import HandoffKeys
 from lmkv.runtime import turns
+from lmkv_server.http.json_text import Encoded, encode
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import COMPLETIONS, Json
@@ -50,12 +51,12 @@ class CompletionRequest:
         """Whether the response is a stream of events."""
         return bool(self.body.get("stream"))
 
-    async def encode(self, body: Json) -> bytes:
+    async def encode(self, body: Json) -> Encoded:
         """The body that an engine receives, made of the client's. A large one that differs waits for its turn."""
         if self.sent and body == self.body:  # values are the same objects: they are not compared
             return self.sent
         async with turns.of_loop().take(self.caller, self.size_bytes):
-            return msgspec.json.encode(body)
+            return encode(body)
 
 
 MAX_RELEASES = 256

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from lmkv.errors import LmkvError
 from lmkv.keys import KEY_BYTES
 from lmkv.runtime import turns
-from lmkv.runtime.memory_budget import JsonSize
 from lmkv.v1.cache_service_pb2 import LookupResponse
 from lmkv_server.http.guard import check_values
+from lmkv_server.http.json_text import JsonText, NotJson
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES
@@ -31,7 +31,7 @@ from lmkv_server.proxy.routing.health import NoHealthyEngine
 from lmkv_server.proxy.routing.key_lookup import NO_MATCH, KeyLookup, PrefixMatch, PromptKeys
 from lmkv_server.proxy.routing.lookup import cut_tokens, tokenize
 from lmkv_server.proxy.routing.pools import EnginePool, HeldTokens
-from lmkv_server.proxy.routing.prompt import ArrivingPrompt, NotJson, PromptRequest, read_prompt
+from lmkv_server.proxy.routing.prompt import ArrivingPrompt, PromptRequest, read_prompt
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient, forwarded_headers
 from lmkv_server.proxy.upstream.tokenization import NotTokenizable
 
@@ -168,7 +168,7 @@ class EnginePicker:
 
     def arriving(self, caller: str, *, looks_ahead: bool) -> ArrivingBody:
         """A caller's body, which its parts are added to while they arrive; `looks_ahead` to look them up, too."""
-        return ArrivingBody(caller, self._lookup if looks_ahead else None)
+        return ArrivingBody(caller, self._lookup, looks_ahead=looks_ahead)
 
     async def pick(
         self,
@@ -283,17 +283,18 @@ def _end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 class ArrivingBody:
-    """The parts of one body, which `caller` sends. Without `lookup` no keys are computed."""
+    """The parts of one body, which `caller` sends. Keys are computed if it `looks_ahead`, and there is a lookup."""
 
-    def __init__(self, caller: str, lookup: KeyLookup | None) -> None:
+    def __init__(self, caller: str, lookup: KeyLookup | None, *, looks_ahead: bool) -> None:
         self._caller = caller
-        self._lookup = lookup
+        self._is_looked_up = lookup is not None
+        self._lookup = lookup if looks_ahead else None
         self._prompt = ArrivingPrompt()
         self.early: EarlyLookup | None = None
         """The lookup of the token ids so far, for the model and salt that the body has before them."""
         self.size_bytes = 0
         """Memory of the token ids."""
-        self._decoded = JsonSize()
+        self._decoded = JsonText()
 
     def add(self, part: bytes, *, is_last: bool) -> None:
         """Takes a part."""
@@ -305,9 +306,9 @@ class ArrivingBody:
         """An upper bound of the memory that the body takes once it is decoded, its text included."""
         return self._decoded.size_bytes
 
-    async def check_values(self, parts: Sequence[bytes]) -> None:
-        """Raises `BodyTooLarge` if the body, which has come in these parts, takes too long to decode."""
-        await check_values(self._decoded, parts, self._caller)
+    def check_values(self) -> None:
+        """Raises `BodyTooLarge` if the body takes too long to decode."""
+        check_values(self._decoded)
 
     def turn(self) -> AbstractAsyncContextManager[None]:
         """Inside, it is the turn of this body to be decoded."""
@@ -318,7 +319,7 @@ class ArrivingBody:
         self._take(self._prompt.end(), is_last=True)
         if self.early is not None:
             self.early.stop()
-        request = self._prompt.read(path)
+        request = self._prompt.read(path, self._decoded, reads_prompt=self._is_looked_up)
         if not self._prompt.has_returned_tokens:
             self.early = None
         return request
@@ -327,7 +328,7 @@ class ArrivingBody:
         """Ends the lookup, and frees what was read. Idempotent."""
         if self.early is not None:
             self.early.stop()
-        self._prompt, self.early, self.size_bytes, self._decoded = ArrivingPrompt(), None, 0, JsonSize()
+        self._prompt, self.early, self.size_bytes, self._decoded = ArrivingPrompt(), None, 0, JsonText()
 
     def _take(self, tokens: NDArray[np.uint32], *, is_last: bool) -> None:
         self.size_bytes += tokens.nbytes

@@ -133,7 +133,7 @@ class ExternalProcessorService(ExternalProcessorServicer):
         try:
             client = admitted.enter_context(self._salts.client(exchange.headers))
             if exchange.has_body:
-                await body.check_values(exchange.parts)
+                body.check_values()
             async with body.turn():
                 salted = _salted(client, exchange)
                 known = body if salted is None and exchange.has_body else salted

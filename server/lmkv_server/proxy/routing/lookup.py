@@ -19,6 +19,7 @@ from lmkv.rpc.messages import by_tokens
 from lmkv.telemetry.logs import LimitedLogger
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv_kernels import token_ids
+from lmkv_server.http.json_text import LongValue, encode
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import COMPLETIONS, Json
 from lmkv_server.proxy.routing.pools import HeldTokens
@@ -171,6 +172,10 @@ async def tokens_of(
 ) -> list[int]:
     """The tokens that the engine of `client` computes for a request. Raises as `tokenize`."""
     prompt = body.get("prompt") if path == COMPLETIONS else None
+    if isinstance(prompt, LongValue):
+        prompt = prompt.only
+        if prompt.has_only_numbers:
+            return cut_tokens(client, path, body, prompt.tokens().tolist())
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, list):
@@ -193,7 +198,7 @@ async def tokenize(
     cut = truncation(path, body)
 
     async def ask(asked: Json) -> tuple[NDArray[np.uint32], int]:
-        response = _decode_tokens((await client.request("POST", "/tokenize", headers, msgspec.json.encode(asked))).body)
+        response = _decode_tokens((await client.request("POST", "/tokenize", headers, encode(asked))).body)
         return token_ids(memoryview(response.tokens)), response.max_model_len
 
     async with asyncio.timeout(TOKENIZE_TIMEOUT_SECONDS):

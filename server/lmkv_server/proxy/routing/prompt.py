@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv_kernels import token_ids
+from lmkv_server.http.json_text import JsonText, LongValue, decode_object
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Json
 
 PROMPT_NAME = b'"prompt"'
@@ -27,8 +28,24 @@ _MARK = secrets.token_hex(16)
 _LIFTED: tuple[Any, ...] = (_MARK, [_MARK])
 
 
-class NotJson(ValueError):
-    """The body is not a JSON object."""
+READ_FIELDS = frozenset(
+    {
+        *("model", "user", "metadata", "cache_salt", "kv_transfer_params", "stream_options"),
+        *("chat_template_kwargs", "truncate_prompt_tokens", "truncation", "truncation_side"),
+    }
+)
+"""Fields that proxy and picker look into, besides numbers and flags."""
+PROMPT_FIELDS: Mapping[str, frozenset[str]] = {
+    CHAT: frozenset({"messages"}),
+    RESPONSES: frozenset({"input", "instructions", "previous_input_messages", "prompt", "reasoning", "tools"}),
+    MESSAGES: frozenset({"messages", "output_config", "system", "thinking", "tools"}),
+}
+"""Fields that are rewritten for `/tokenize`, by path. A completion's prompt is not."""
+
+
+def needed_fields(path: str, *, reads_prompt: bool) -> frozenset[str]:
+    """The fields that must be decoded however long they are."""
+    return READ_FIELDS | PROMPT_FIELDS.get(path, frozenset()) if reads_prompt else READ_FIELDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,35 +89,38 @@ class PromptRequest:
     def has_text(self) -> bool:
         """Whether an engine can tokenize it: a chat, or one prompt."""
         if self.path in (CHAT, MESSAGES):
-            return isinstance(self.body.get("messages"), list)
+            messages = self.body.get("messages")
+            return isinstance(messages, list) or (isinstance(messages, LongValue) and messages.is_list)
         if self.path == RESPONSES:
             return bool(self.body.get("input"))
         return self.path == COMPLETIONS and bool(self.text_prompt)
 
     @property
-    def text_prompt(self) -> str:
+    def text_prompt(self) -> str | LongValue:
         """The prompt of a completion, if it is one text; otherwise empty."""
         prompt = self.body.get("prompt")
+        if isinstance(prompt, LongValue):
+            return prompt.only if prompt.only.is_text else ""
         if isinstance(prompt, list) and len(prompt) == 1:
             prompt = prompt[0]
         return _text(prompt)
 
 
-def read_prompt(path: str, body: bytes) -> PromptRequest:
-    """Reads a request's body. Raises `NotJson`."""
+def read_prompt(path: str, body: bytes, json: JsonText | None = None, *, reads_prompt: bool = True) -> PromptRequest:
+    """Reads a request's body, which `json` has scanned if it is large. Raises `NotJson`.
+
+    Without `reads_prompt`, long prompts that are not token ids are not decoded.
+    """
     opening = TOKENS_BEGIN.match(body, begin) if (begin := body.find(PROMPT_NAME)) >= 0 else None
     end = body.find(b"]", opening.end()) if opening else -1
     if opening is not None and end >= 0:
         ids = memoryview(body)[opening.end() : end + 1]
         if found := lifted(path, body[: opening.end()], lambda: [token_ids(ids)], body[end + 1 :]):
             return found
-    try:
-        content = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise NotJson(str(error)) from None
-    if not isinstance(content, dict):
-        raise NotJson("it is not an object")
-    return PromptRequest(path=path, body=content)
+    if json is None:
+        return PromptRequest(path=path, body=decode_object(body))
+    json.text = body
+    return PromptRequest(path=path, body=json.fields(needed_fields(path, reads_prompt=reads_prompt)))
 
 
 def lifted(
@@ -187,12 +207,12 @@ class ArrivingPrompt:
         """Must be called once all parts were taken. Returns the token ids that `add` has not returned."""
         return self._read() if self._is_in_list and self._rest is None else _NO_TOKENS
 
-    def read(self, path: str) -> PromptRequest:
-        """The request, after `end`. Raises `NotJson`."""
+    def read(self, path: str, json: JsonText | None = None, *, reads_prompt: bool = True) -> PromptRequest:
+        """The request, after `end`. Raises `NotJson`. Arguments as for `read_prompt`."""
         if self._rest is not None and (found := lifted(path, self._head, lambda: self._ids, b"".join(self._rest))):
             self.has_returned_tokens = True
             return found
-        return read_prompt(path, b"".join(self._parts))
+        return read_prompt(path, b"".join(self._parts), json, reads_prompt=reads_prompt)
 
     def _look_for_list(self) -> None:
         text = self._text

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from lmkv.runtime.reload import Reloadable
+from lmkv_server.http.json_text import Encoded
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.openai import EventSplitter, EventTooLong, Json
 
@@ -110,26 +111,28 @@ class UpstreamClient:
             logger.warning("%s engine %s is unhealthy: %s", self.engine.role, self.engine.url, reason)
 
     async def request(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None
+        self, method: str, path: str, headers: Mapping[str, str], body: Encoded | None = None
     ) -> HttpResponse:
         """Returns the complete response. Raises `EngineRejected` or `EngineFailed`."""
         async with self._open(method, path, headers, body) as response:
             return _complete(response, await self._read(response))
 
     @asynccontextmanager
-    async def stream(self, path: str, headers: Mapping[str, str], body: bytes) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def stream(self, path: str, headers: Mapping[str, str], body: Encoded) -> AsyncIterator[AsyncIterator[bytes]]:
         """Yields the events of the response as they arrive. Raises `EngineRejected` or `EngineFailed` at any time."""
         async with self._open("POST", path, headers, body) as response:
             yield _events(response)
 
     @asynccontextmanager
     async def _open(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
+        self, method: str, path: str, headers: Mapping[str, str], body: Encoded | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         own = {"Accept-Encoding": "identity"} | ({"Content-Type": "application/json"} if body is not None else {})
-        is_large = body is not None and len(body) > PART_BYTES
+        pieces = [body or b""] if body is None or isinstance(body, bytes) else body
+        size_bytes = sum(map(len, pieces))
+        is_large = size_bytes > PART_BYTES
         if is_large:
-            own["Content-Length"] = str(len(body or b""))
+            own["Content-Length"] = str(size_bytes)
         with self._translate_errors():
             async with asyncio.timeout(None) as timeout:
                 self._timeouts.add(timeout)
@@ -137,7 +140,7 @@ class UpstreamClient:
                     async with self._upstream.session.request(
                         method,
                         self.engine.url + path,
-                        data=_in_parts(body) if is_large else body,
+                        data=_in_parts(pieces) if is_large else None if body is None else b"".join(pieces),
                         headers={**headers, **own},
                         allow_redirects=False,
                         ssl=self._upstream.contexts.get(),
@@ -204,11 +207,12 @@ def _complete(response: aiohttp.ClientResponse, body: bytes) -> HttpResponse:
     return HttpResponse(status=response.status, body=body, headers=headers)
 
 
-async def _in_parts(body: bytes | None) -> AsyncIterator[memoryview]:
+async def _in_parts(pieces: Sequence[bytes | memoryview]) -> AsyncIterator[memoryview]:
     """The parts of a large body: all of it at once would be copied before any other request is served."""
-    view = memoryview(body or b"")
-    for start in range(0, len(view), PART_BYTES):
-        yield view[start : start + PART_BYTES]
+    for piece in pieces:
+        view = memoryview(piece)
+        for start in range(0, len(view), PART_BYTES):
+            yield view[start : start + PART_BYTES]
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -11,9 +11,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lmkv_server.proxy.openai import CHAT, COMPLETIONS
+from lmkv_server.http import json_text
+from lmkv_server.http.json_text import JsonText, NotJson, encode
+from lmkv_server.proxy.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from lmkv_server.proxy.pd.parameters import needs_one_engine, repeat_reason
 from lmkv_server.proxy.routing import prompt
-from lmkv_server.proxy.routing.prompt import ArrivingPrompt, NotJson, PromptRequest, read_prompt
+from lmkv_server.proxy.routing.prompt import ArrivingPrompt, PromptRequest, read_prompt
+from lmkv_server.proxy.upstream.tokenization import NotTokenizable, tokenize_body
 
 IDS = [1, 22, 128_255, 0]
 
@@ -231,3 +235,44 @@ def test_a_body_that_comes_at_once_is_not_read_in_advance() -> None:
     assert not arriving.end().size
     assert outcome(arriving.read(COMPLETIONS)) == whole(body)
     assert not arriving.has_returned_tokens
+
+
+PROMPTS = st.text(max_size=9) | LISTS | st.lists(st.text(max_size=9) | LISTS, max_size=3) | st.just([1, "two"])
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([COMPLETIONS, CHAT, RESPONSES, MESSAGES]),
+    PROMPTS,
+    st.dictionaries(st.sampled_from(["user", "cache_salt", "tools", "kv_transfer_params", "suffix", "echo"]), VALUES),
+    st.booleans(),
+)
+def test_a_body_whose_long_values_are_not_decoded_is_routed_as_the_whole(
+    path: str, prompt: Any, others: dict[str, Any], reads_prompt: bool
+) -> None:
+    body = {"model": "m", "prompt": prompt, **others}
+    if path != COMPLETIONS:
+        body = {"model": "m", "messages": [{"role": "user", "content": str(prompt)}], "input": prompt, **others}
+    content = json.dumps(body).encode()
+    scanned = JsonText()
+    scanned.add(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_text, "SCANNED_FROM_BYTES", 0)
+        patch.setattr(json_text, "LONG_BYTES", 6)  # flags and empty values are not long
+        found = read_prompt(path, content, scanned, reads_prompt=reads_prompt)
+    expected = read_prompt(path, content)
+    for name in ("model_name", "cache_salt", "user", "has_text", "token_count"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert needs_one_engine(found.body) == needs_one_engine(expected.body)
+    if reads_prompt:
+        assert repeat_reason(found.body, path) == repeat_reason(expected.body, path)
+        assert asked(found) == asked(expected)
+
+
+def asked(request: PromptRequest) -> Any:
+    """The request to `/tokenize`."""
+    try:
+        pieces = encode(tokenize_body(request.path, request.body, request.text_prompt))
+    except NotTokenizable as error:
+        return str(error)
+    return json.loads(pieces if isinstance(pieces, bytes) else b"".join(pieces))

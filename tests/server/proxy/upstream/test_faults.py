@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from lmkv.runtime.memory_budget import MemoryBudget, json_bytes
+from lmkv.runtime.memory_budget import MemoryBudget
+from lmkv_server.http.json_text import json_bytes
 from lmkv_server.proxy import admission
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
