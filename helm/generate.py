@@ -56,6 +56,7 @@ DECIDED: Mapping[str, Mapping[str, str]] = {
         "max_local_disk_size": "node.maxLocalDiskSize",
         "encryption_key_file": "node.encryptionKeysSecret",
         "remote_url": "node.remote",
+        "max_remote_size": "node.maxRemoteSize",
     },
     "engines.config": {"node_address": "node.mode"},
     "proxy.config": {
@@ -92,6 +93,7 @@ SAME_AS_KEY: Mapping[str, tuple[type[Config], str]] = {
     "node.maxLocalCpuSize": (NodeConfig, "max_local_cpu_size"),
     "node.maxLocalDiskSize": (NodeConfig, "max_local_disk_size"),
     "node.remote.url": (NodeConfig, "remote_url"),
+    "node.maxRemoteSize": (NodeConfig, "max_remote_size"),
     "proxy.policy": (ProxyConfig, "policy"),
 }
 """Values that a process gets as a key, by whose schema they are checked."""

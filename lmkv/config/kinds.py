@@ -449,9 +449,12 @@ DISK_FOLDERS = Kind(
 )
 REMOTE_URL = Kind(
     metavar="URL",
-    expects="valkey://HOST:PORT/DB, redis:// or rediss:// the same, or s3://BUCKET/PREFIX",
+    expects="valkey://HOST:PORT/DB, redis:// or rediss:// the same, s3://BUCKET/PREFIX, or file:///FOLDER",
     parse=_remote_url,
-    schema={"type": "string", "pattern": rf"^({_VALKEY}|s3://[A-Za-z0-9][A-Za-z0-9._-]{{1,62}}(/[^\s?#]*)?)?$"},
+    schema={
+        "type": "string",
+        "pattern": rf"^({_VALKEY}|s3://[A-Za-z0-9][A-Za-z0-9._-]{{1,62}}(/[^\s?#]*)?|file://{_FOLDER})?$",
+    },
     secret=True,  # it may hold a password
 )
 VALKEY_URL = Kind(

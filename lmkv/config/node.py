@@ -38,6 +38,7 @@ from lmkv.config.kinds import (
     choice,
     one_port,
 )
+from lmkv.config.remote_url import parse_remote_url
 from lmkv.config.schema import Alias, Config, key
 from lmkv.errors import ConfigError
 from lmkv.runtime.folder import Folder
@@ -170,7 +171,7 @@ class NodeConfig(Config):
     remote_url: str = key(
         REMOTE_URL,
         "",
-        "Store for chunks that nodes share: valkey://, redis://, rediss:// or s3://.",
+        "Store for chunks that nodes share: valkey://, redis://, rediss:// or s3://, or a folder that hosts share: file://.",
     )
     remote_endpoint_url: str = key(
         HTTP_URL, "", "Endpoint of the buckets of an `s3://` URL, if not AWS.", shown_default="empty"
@@ -184,7 +185,13 @@ class NodeConfig(Config):
     remote_ttl: float = key(
         SECONDS_OR_ZERO,
         0.0,
-        "Time after which Valkey or Redis drops a chunk, in seconds; 0: when it runs out of memory.",
+        "Time after which Valkey or Redis drops a chunk, in seconds; 0: when it runs out of memory. In a folder: time "
+        "after which nodes remove a chunk that was not used; 0: only for `max_remote_size`.",
+    )
+    max_remote_size: float = key(
+        SIZE_OR_ZERO,
+        0.0,
+        "Space for the chunks of all nodes in the folder of a `file://` URL, in GiB by default; 0: no limit.",
     )
     remote_codec: str = key(
         CODEC,
@@ -340,14 +347,38 @@ class NodeConfig(Config):
                 key="local_disk_io",
             )
 
+        yield from self._remote_contradictions()
+
+        if self.require_encryption:
+            yield from unencrypted(self._unencrypted())
+
+    def _remote_contradictions(self) -> Iterator[ConfigError]:
+        """What cannot be of the store of `remote_url`."""
+        if folder := self.remote_folder:
+            if not (self.max_remote_size or self.remote_ttl):
+                yield ConfigError(
+                    f"max_remote_size is required with {self.remote_url}, or remote_ttl: a folder evicts nothing; set "
+                    "the space for the chunks of all nodes",
+                    key="max_remote_size",
+                )
+            for other in map(Path, self.local_disk):
+                if folder == other or folder in other.parents or other in folder.parents:
+                    yield ConfigError(
+                        f"remote_url: {folder} is not a folder of its own: local_disk has {other}, which one node "
+                        "uses; name one that nodes share",
+                        key="remote_url",
+                    )
+        elif self.max_remote_size:
+            yield ConfigError(
+                "max_remote_size is for a remote_url of file://; other stores evict by their own settings, such as "
+                "maxmemory of Valkey, and lifecycle rules of buckets",
+                key="max_remote_size",
+            )
         if self.remote_ttl and self.remote_url.startswith("s3:"):
             yield ConfigError(
                 "remote_ttl is for Valkey and Redis; give the bucket a lifecycle rule that expires objects",
                 key="remote_ttl",
             )
-
-        if self.require_encryption:
-            yield from unencrypted(self._unencrypted())
 
     def _unencrypted(self) -> Iterator[Gap]:
         """The keys of this configuration that leave something unencrypted."""
@@ -426,6 +457,17 @@ class NodeConfig(Config):
     def disk_bytes(self) -> int:
         """Disk space for chunks in all folders."""
         return round(self.max_local_disk_size * GIB)
+
+    @property
+    def remote_folder(self) -> Path | None:
+        """The folder of `remote_url`; None if that is empty or another store."""
+        folder = parse_remote_url(self.remote_url).folder if self.remote_url else ""
+        return Path(folder) if folder else None
+
+    @property
+    def remote_bytes(self) -> int:
+        """Space for chunks in the folder of `remote_url`; 0: no limit."""
+        return round(self.max_remote_size * GIB)
 
     @property
     def pd_buffer_bytes(self) -> int:

@@ -265,6 +265,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "is 4Gi, which does not hold the 5 GiB of node.maxLocalCpuSize and the list of its chunks: raise it",
     ),
     (
+        {"node": {"maxRemoteSize": 20, "remote": {"volume": {"nfs": {}}, "url": "s3://bucket"}}},
+        "node.remote.volume is a store, and node.remote.url or node.remote.existingSecret names another: keep one",
+    ),
+    (
+        {"node": {"maxRemoteSize": 20, "remote": {"volume": {"emptyDir": {}}}}},
+        "node.remote.volume is an emptyDir, which each pod has for itself: name a volume that pods share",
+    ),
+    (
+        {"node": {"remote": {"volume": {"persistentVolumeClaim": {"claimName": "kv"}}}}},
+        "evicts nothing: set node.maxRemoteSize to the GiB that the chunks of all nodes may take",
+    ),
+    (
+        {"node": {"maxRemoteSize": 20}},
+        "node.maxRemoteSize needs a folder that nodes share: set node.remote.volume",
+    ),
+    (
+        {"node": {"maxRemoteSize": 20, "remote": {"url": "s3://bucket"}}},
+        "node.maxRemoteSize is for the folder of node.remote.volume, and node.remote.url names another store",
+    ),
+    (
         {"node": {"maxLocalDiskSize": 20, "diskVolume": {"emptyDir": {"sizeLimit": "10Gi"}}}},
         "10Gi, which does not hold the 20 GiB of node.maxLocalDiskSize and the list of its chunks: raise it",
     ),

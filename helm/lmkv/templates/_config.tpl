@@ -73,6 +73,12 @@ max_local_disk_size: {{ .Values.node.maxLocalDiskSize }}
 {{- with .Values.node.remote.url }}
 remote_url: {{ . | quote }}
 {{- end }}
+{{- if .Values.node.remote.volume }}
+remote_url: file:///remote
+{{- end }}
+{{- if .Values.node.maxRemoteSize }}
+max_remote_size: {{ .Values.node.maxRemoteSize }}
+{{- end }}
 {{- if .Values.node.encryptionKeysSecret }}
 encryption_key_file: /etc/lmkv-encryption/keys
 {{- end }}

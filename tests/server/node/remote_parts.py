@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Self
 
 from botocore.config import Config
 from botocore.session import get_session
@@ -25,9 +27,11 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.base import Needs, Selection
 from lmkv_server.node.tiers.codec import ChunkCodec
 from lmkv_server.node.tiers.encryption import ChunkEncryption
+from lmkv_server.node.tiers.remote.folder import FolderStore
 from lmkv_server.node.tiers.remote.s3 import S3Store
 from lmkv_server.node.tiers.remote.store import ROOT as PLAIN_ROOT
 from lmkv_server.node.tiers.remote.store import RemoteStore, object_name
+from lmkv_server.node.tiers.remote.sweeper import FolderLimits
 from lmkv_server.node.tiers.remote.tier import STORE_TIMES, RemoteTier
 from tests.server.node.cases import chunk_key, chunk_keys, put
 from tests.server.node.disk_parts import RANDOM, WAIT_SECONDS, Chunks, until
@@ -97,6 +101,51 @@ class S3Server(Server):
     def empty(self) -> None:
         for name in self.names():
             self.client.delete_object(Bucket=BUCKET, Key=f"of/tests/{name}")
+
+
+class SharedFolder:
+    """A folder that nodes share. The paths of its files name what is in it, without the folders of first digits."""
+
+    def __init__(self) -> None:
+        self._made = TemporaryDirectory(prefix="lmkv-shared-")
+        self.path = Path(self._made.name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._made.cleanup()
+
+    @property
+    def url(self) -> str:
+        return f"file://{self.path}"
+
+    def store(
+        self, *, timeout_seconds: float = 30.0, size_bytes: int = 1 << 40, unused_seconds: float = 0.0
+    ) -> FolderStore:
+        limits = FolderLimits(size_bytes=size_bytes, unused_seconds=unused_seconds)
+        return FolderStore(parse_remote_url(self.url), timeout_seconds=timeout_seconds, limits=limits)
+
+    def file(self, name: str) -> Path:
+        """The file of an object."""
+        folder, _, key = name.rpartition("/")
+        return self.path / folder / key[:2] / key
+
+    def names(self) -> set[str]:
+        """What has been stored or placed here."""
+        files = (path.relative_to(self.path) for path in self.path.rglob("*") if path.is_file())
+        return {str(file.parent.parent / file.name) for file in files if file.parts[0] != "lmkv-sweeps"}
+
+    def read(self, name: str) -> bytes:
+        return self.file(name).read_bytes()
+
+    def replace(self, name: str, content: bytes) -> None:
+        self.file(name).parent.mkdir(parents=True, exist_ok=True)
+        self.file(name).write_bytes(content)
+
+    def empty(self) -> None:
+        for entry in self.path.iterdir():
+            shutil.rmtree(entry)
 
 
 class Silent:

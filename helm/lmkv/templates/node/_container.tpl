@@ -67,6 +67,10 @@ volumeMounts:
   - name: disk
     mountPath: /disk
   {{- end }}
+  {{- if $values.remote.volume }}
+  - name: remote
+    mountPath: /remote
+  {{- end }}
   {{- with $values.extraVolumeMounts }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
@@ -171,6 +175,10 @@ node takes: whole ones, rounded down. */}}
 {{- end }}
 {{- with $values.diskVolume }}
 - name: disk
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.remote.volume }}
+- name: remote
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $values.extraVolumes }}

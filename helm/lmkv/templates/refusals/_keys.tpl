@@ -110,6 +110,6 @@ values, and keys that contradict each other or other values. */}}
 
 {{/* Whether nodes share a store. */}}
 {{- define "lmkv.hasStore" -}}
-{{- if or .Values.node.remote.url .Values.node.remote.existingSecret -}}true{{- end -}}
+{{- if or .Values.node.remote.url .Values.node.remote.existingSecret .Values.node.remote.volume -}}true{{- end -}}
 {{- range default list .Values.node.extraEnv -}}{{- if eq .name "LMKV_REMOTE_URL" -}}true{{- end -}}{{- end -}}
 {{- end -}}

@@ -74,7 +74,8 @@
 {{- if and .Values.coordinator.layoutMap.existingSecret (not $egress.all) (not $egress.coordinator) -}}
 {{- include "lmkv.fail" "networkPolicy.egress.enabled blocks coordinator.layoutMap: admit Valkey in networkPolicy.egress.coordinator" -}}
 {{- end -}}
-{{- if and (include "lmkv.hasStore" .) (not $egress.all) (not $egress.node) -}}
+{{- $isFolder := or .Values.node.remote.volume (hasPrefix "file:" (default "" .Values.node.remote.url)) -}}
+{{- if and (include "lmkv.hasStore" .) (not $isFolder) (not $egress.all) (not $egress.node) -}}
 {{- include "lmkv.fail" "networkPolicy.egress.enabled blocks node.remote: admit the store in networkPolicy.egress.node" -}}
 {{- end -}}
 {{- if not (or $egress.all $egress.engine .Values.engines.modelVolume) -}}

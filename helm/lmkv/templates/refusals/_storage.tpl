@@ -33,6 +33,24 @@
 {{- if and $remote.url $remote.existingSecret -}}
 {{- include "lmkv.fail" "node.remote.url and node.remote.existingSecret both name the store: keep one" -}}
 {{- end -}}
+{{- if $remote.volume -}}
+{{- if or $remote.url $remote.existingSecret -}}
+{{- include "lmkv.fail" "node.remote.volume is a store, and node.remote.url or node.remote.existingSecret names another: keep one" -}}
+{{- end -}}
+{{- if hasKey $remote.volume "emptyDir" -}}
+{{- include "lmkv.fail" "node.remote.volume is an emptyDir, which each pod has for itself: name a volume that pods share, such as a ReadWriteMany claim" -}}
+{{- end -}}
+{{- end -}}
+{{- $isFolder := or $remote.volume (hasPrefix "file:" (default "" $remote.url)) -}}
+{{- if and $isFolder (not .Values.node.maxRemoteSize) (not (default dict .Values.node.config).remote_ttl) -}}
+{{- include "lmkv.fail" "the folder of node.remote evicts nothing: set node.maxRemoteSize to the GiB that the chunks of all nodes may take, or node.config.remote_ttl" -}}
+{{- end -}}
+{{- if and .Values.node.maxRemoteSize (not (or $isFolder (include "lmkv.hasStore" .))) -}}
+{{- include "lmkv.fail" "node.maxRemoteSize needs a folder that nodes share: set node.remote.volume" -}}
+{{- end -}}
+{{- if and .Values.node.maxRemoteSize $remote.url (not $isFolder) -}}
+{{- include "lmkv.fail" "node.maxRemoteSize is for the folder of node.remote.volume, and node.remote.url names another store, which evicts by its own settings: remove it" -}}
+{{- end -}}
 {{- if contains "@" (default "" $remote.url) -}}
 {{- include "lmkv.fail" "node.remote.url holds a password, which every reader of the node's ConfigMap could see: put the URL into a secret and set node.remote.existingSecret" -}}
 {{- end -}}

@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -21,6 +20,7 @@ from lmkv.misses import MissReason
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers.base import TierStats
 from lmkv_server.node.tiers.encryption_header import ChunkDescription
+from lmkv_server.node.tiers.threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class BackendHealth:
         self._logged = ""
         self._failure_count = 0
         self._late_count = 0
-        self._threads = {kind: ThreadPoolExecutor(count, f"lmkv-{tier}-{kind}") for kind, count in threads.items()}
+        self._threads = {kind: DaemonThreads(count, f"lmkv-{tier}-{kind}") for kind, count in threads.items()}
 
     @property
     def usable(self) -> bool:

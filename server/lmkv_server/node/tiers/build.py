@@ -17,12 +17,15 @@ from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.channel import NixlFiles
 from lmkv.units import GIB
 from lmkv_server.node.cache.build import HostCache
+from lmkv_server.node.tiers.backend import BackendTimes
 from lmkv_server.node.tiers.base import SecondaryTier
 from lmkv_server.node.tiers.codec import ZSTD, ChunkCodec, KnownSpecs
 from lmkv_server.node.tiers.disk.folder import FileIo, PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
+from lmkv_server.node.tiers.remote.folder import FolderStore
 from lmkv_server.node.tiers.remote.store import RemoteStore
-from lmkv_server.node.tiers.remote.tier import RemoteTier
+from lmkv_server.node.tiers.remote.sweeper import FolderLimits
+from lmkv_server.node.tiers.remote.tier import STORE_TIMES, RemoteTier
 
 if TYPE_CHECKING:
     from lmkv_server.node.tiers.encryption import ChunkEncryption, TenantKeys
@@ -92,6 +95,7 @@ def make_tiers(context: TierContext) -> Iterator[ConfiguredTier]:
             store_for(config),
             cache,
             lookup_seconds=config.remote_lookup_timeout,
+            times=BackendTimes(stall_seconds=config.remote_timeout) if config.remote_folder else STORE_TIMES,
             encryption=context.encryption("remote"),
             codec=context.codec("remote_codec", config.remote_codec),
             quota_bytes=round(config.max_salt_remote_size * GIB),
@@ -131,6 +135,9 @@ def _file_io(config: NodeConfig, pool: Pool) -> FileIo:
 def store_for(config: NodeConfig) -> RemoteStore:
     """The store of `remote_url`; nothing is connected yet. Raises `ConfigError` if it needs what is not installed."""
     url = parse_remote_url(config.remote_url)
+    if url.folder:
+        limits = FolderLimits(size_bytes=config.remote_bytes, unused_seconds=config.remote_ttl)
+        return FolderStore(url, timeout_seconds=config.remote_timeout, limits=limits)
     package, extra = ("botocore", "s3") if url.bucket else ("valkey", "valkey")
     if find_spec(package) is None:
         raise ConfigError(

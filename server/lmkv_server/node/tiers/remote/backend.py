@@ -6,6 +6,7 @@ Objects contain the bytes of a chunk, plain, encoded, encrypted, or both.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import lmkv_kernels as kernels
+from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
 from lmkv.runtime.patience import MOST_SECONDS
@@ -222,9 +224,16 @@ class StoreBackend:
         self._written: dict[ChunkKey, WrittenObject] = {}
         """The objects that count towards quotas, if there are any."""
         self._written_queue = EvictionQueue()
+        self.refusal: ConfigError | None = None
+        """Why the store cannot be used as it is configured."""
         self._background: set[asyncio.Task[None]] = set()
         self._removals: set[asyncio.Task[None]] = set()
         """The tasks of `_background` that remove single objects."""
+
+    @property
+    def evicted_count(self) -> int:
+        """Chunks that this node has removed from the store to make room."""
+        return self._store.evicted_count
 
     @property
     def usable(self) -> bool:
@@ -388,7 +397,10 @@ class StoreBackend:
         self._remove_in_background([chunk.name for chunk in chunks])
 
     async def remove(self, names: Sequence[str], *, dry_run: bool = False) -> int:
-        """Removes, or only counts, objects; returns how many there were. Raises `OSError`, and is closed then."""
+        """Removes, or only counts, objects; returns how many there were.
+
+        Raises `StoreRefused`, or another `OSError` and is closed then.
+        """
 
         def remove(part: Sequence[str]) -> int:
             count = sum(size > 0 for size in self._store.sizes(part))
@@ -400,6 +412,8 @@ class StoreBackend:
         try:
             for start in range(0, len(names), REMOVED_AT_ONCE):
                 count += await self.health.run("lookup", remove, names[start : start + REMOVED_AT_ONCE])
+        except StoreRefused:  # it answers
+            raise
         except OSError as error:
             self.health.close(error)
             raise
@@ -437,6 +451,8 @@ class StoreBackend:
         """Ends running calls within a bounded time, and releases the store. Idempotent."""
         await self.health.aclose()
         self._store.close()
+        for task in self._background:  # their calls have ended, or are left behind
+            task.cancel()
         if self._background:
             await asyncio.wait(self._background)
 
@@ -445,8 +461,13 @@ class StoreBackend:
         self._tier.lost()
 
     async def open(self) -> None:
-        """Returns once the store has answered. Raises `OSError`."""
-        await self.health.run("lookup", self._store.open)
+        """Returns once the store has answered. Raises `OSError`, and sets `refusal`."""
+        self.refusal = None
+        try:
+            await self.health.run("lookup", self._store.open)
+        except ConfigError as error:
+            self.refusal = error
+            raise OSError(errno.EINVAL, str(error)) from None
         self._known.clear()
         self.health.opened()
         logger.info("%s: chunks are kept in %s, too", self._name, self.health.name)

@@ -33,6 +33,7 @@ class S3Store:
     """Credentials and region come from where AWS's own tools find them."""
 
     one_per_request = True
+    evicted_count = 0
 
     def __init__(self, url: RemoteUrl, *, endpoint_url: str = "", timeout_seconds: float) -> None:
         self.shown = f"{url.shown} at {endpoint_url}" if endpoint_url else url.shown

@@ -41,8 +41,12 @@ class RemoteStore(Protocol):
     def one_per_request(self) -> bool:
         """Whether each name in `sizes` costs a request; then a lookup asks for few of them."""
 
+    @property
+    def evicted_count(self) -> int:
+        """Objects that this process has removed for others; 0 where the store evicts by itself."""
+
     def open(self) -> None:
-        """Returns once the store has answered."""
+        """Returns once the store has answered. Raises `ConfigError` if it cannot be used as it is configured."""
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         """Sizes of objects in bytes, 0 of an absent one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
@@ -17,7 +17,7 @@ from lmkv.spec import ALL, KvSpec
 from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.tiers.backend import BackendTimes
 from lmkv_server.node.tiers.backend_tier import BackendTier
-from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierUsage
+from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierStats, TierUsage
 from lmkv_server.node.tiers.codec import ChunkCodec
 from lmkv_server.node.tiers.remote.backend import (
     WRITE_THREADS,
@@ -71,6 +71,18 @@ class RemoteTier(BackendTier[RemoteChunk]):
         self.backend = StoreBackend(self, name, store, objects, times)
         super().__init__(name, [self.backend], cache, encryption, quota_bytes)
         self._lookup_seconds = lookup_seconds
+
+    async def __aenter__(self) -> Self:
+        """Opens the store. Raises `ConfigError` if it cannot be used as it is configured."""
+        await super().__aenter__()
+        if refusal := self.backend.refusal:
+            await self.aclose()
+            raise refusal
+        return self
+
+    def stats(self) -> TierStats:
+        """Returns the tier's counters; chunks that a store evicts by itself are not counted."""
+        return super().stats() + TierStats(evicted_chunks=self.backend.evicted_count)
 
     async def lookup(self, needs: Needs) -> Presence:
         """Finds the chunks that the store holds, by the answers that arrive in time.

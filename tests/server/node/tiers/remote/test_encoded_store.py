@@ -14,11 +14,11 @@ from lmkv_server.node.tiers.remote.store import HEADER_BYTES, object_name
 from tests.server.node.cases import chunk_key
 from tests.server.node.disk_parts import WAIT_SECONDS
 from tests.server.node.encoded_parts import EXACT, LOSSY, chunks_for, codec
-from tests.server.node.remote_parts import AWS, CHUNK_BYTES, S3Server, host_with
+from tests.server.node.remote_parts import AWS, CHUNK_BYTES, S3Server, SharedFolder, host_with
 from tests.support.encryption_keys import write_keys
 from tests.support.redis_server import RedisServer
 
-AnyServer = RedisServer | S3Server
+AnyServer = RedisServer | S3Server | SharedFolder
 CODECS = ("fp8", "int8", "int4", "zstd")
 
 
@@ -31,11 +31,11 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def _servers() -> Iterator[dict[str, AnyServer]]:
-    with RedisServer() as redis, S3Server() as s3:
-        yield {"redis": redis, "s3": s3}
+    with RedisServer() as redis, S3Server() as s3, SharedFolder() as folder:
+        yield {"redis": redis, "s3": s3, "folder": folder}
 
 
-@pytest.fixture(params=["redis", "s3"])
+@pytest.fixture(params=["redis", "s3", "folder"])
 def server(request: pytest.FixtureRequest, _servers: dict[str, AnyServer]) -> AnyServer:
     """Each kind of store, empty."""
     server = _servers[request.param]

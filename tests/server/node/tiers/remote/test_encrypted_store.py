@@ -12,11 +12,11 @@ from lmkv_server.node.tiers.remote.backend import EncryptedObjects
 from lmkv_server.node.tiers.remote.store import HEADER_BYTES, RemoteObject
 from tests.server.node.cases import chunk_key
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
-from tests.server.node.remote_parts import AWS, CHUNK_BYTES, SPEC, S3Server, host_with, name_of, names_of
+from tests.server.node.remote_parts import AWS, CHUNK_BYTES, SPEC, S3Server, SharedFolder, host_with, name_of, names_of
 from tests.support.encryption_keys import secret_of, write_keys
 from tests.support.redis_server import RedisServer
 
-AnyServer = RedisServer | S3Server
+AnyServer = RedisServer | S3Server | SharedFolder
 OBJECT_BYTES = EncryptedObjects.header_bytes + CHUNK_BYTES
 POSITIONS = {
     "header": 60,
@@ -40,11 +40,11 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def _servers() -> Iterator[dict[str, AnyServer]]:
-    with RedisServer() as redis, S3Server() as s3:
-        yield {"redis": redis, "s3": s3}
+    with RedisServer() as redis, S3Server() as s3, SharedFolder() as folder:
+        yield {"redis": redis, "s3": s3, "folder": folder}
 
 
-@pytest.fixture(params=["redis", "s3"])
+@pytest.fixture(params=["redis", "s3", "folder"])
 def server(request: pytest.FixtureRequest, _servers: dict[str, AnyServer]) -> AnyServer:
     """Each kind of store, empty."""
     server = _servers[request.param]

@@ -18,13 +18,23 @@ from lmkv_server.node.tiers.remote.tier import RemoteTier
 from lmkv_server.node.tiers.remote.valkey import ValkeyStore
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
-from tests.server.node.remote_parts import AWS, CHUNK_BYTES, SPEC, S3Server, Silent, host_with, name_of, names_of
+from tests.server.node.remote_parts import (
+    AWS,
+    CHUNK_BYTES,
+    SPEC,
+    S3Server,
+    SharedFolder,
+    Silent,
+    host_with,
+    name_of,
+    names_of,
+)
 from tests.support.certificates import issue
 from tests.support.redis_server import RedisServer
 
 LOST_SECONDS = 1.0
 """A store that says nothing for so long is lost, in tests."""
-AnyServer = RedisServer | S3Server
+AnyServer = RedisServer | S3Server | SharedFolder
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +45,8 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def _servers() -> Iterator[dict[str, AnyServer]]:
-    with RedisServer() as redis, S3Server() as s3:
-        yield {"redis": redis, "s3": s3}
+    with RedisServer() as redis, S3Server() as s3, SharedFolder() as folder:
+        yield {"redis": redis, "s3": s3, "folder": folder}
 
 
 @pytest.fixture
@@ -51,7 +61,7 @@ def _a_tier_that_ends_has_time_to_put_all(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("lmkv_server.node.tiers.backend_tier.FLUSH_SECONDS", WAIT_SECONDS)
 
 
-@pytest.fixture(params=["redis", "s3"])
+@pytest.fixture(params=["redis", "s3", "folder"])
 def server(request: pytest.FixtureRequest, _servers: dict[str, AnyServer]) -> AnyServer:
     """Each kind of store, empty."""
     server = _servers[request.param]
@@ -256,8 +266,9 @@ async def test_a_clear_removes_what_is_ours_and_nothing_else(server: AnyServer) 
     assert server.names() == {"another/application"}
 
 
+@pytest.mark.parametrize("server", ["redis", "s3"], indirect=True)
 async def test_a_store_that_refuses_what_it_is_asked_says_why(
-    server: AnyServer, caplog: pytest.LogCaptureFixture
+    server: RedisServer | S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     if isinstance(server, S3Server):
         store, why = server.store("s3://nowhere"), "404"
