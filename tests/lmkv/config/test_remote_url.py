@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lmkv.config import NodeConfig, to_comparison
@@ -36,6 +38,41 @@ def test_a_bucket(text: str, shown: str, bucket: str, prefix: str, region: str) 
     url = parse_remote_url(text)
     assert (url.shown, url.bucket, url.prefix, url.region) == (shown, bucket, prefix, region)
     assert (url.host, url.port) == ("", 0)
+
+
+def test_a_folder() -> None:
+    url = parse_remote_url("file:///mnt/shared/kv")
+    assert (url.folder, url.shown, url.host, url.bucket) == ("/mnt/shared/kv", "file:///mnt/shared/kv", "", "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["file://host/mnt", "file:///", "file:///mnt/../etc", "file:///mnt?x=1", "file:///mnt#x", "file://mnt"],
+)
+def test_what_is_no_absolute_path_is_no_folder(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_remote_url(text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({}, "max_remote_size is required with file:///mnt/kv, or remote_ttl"),
+        ({"max_remote_size": 1, "local_disk": "/mnt/kv"}, "/mnt/kv is not a folder of its own"),
+        ({"max_remote_size": 1, "local_disk": ["/a", "/mnt"]}, "local_disk has /mnt, which one node uses"),
+        ({"max_remote_size": 1, "local_disk": "/mnt/kv/disk"}, "local_disk has /mnt/kv/disk, which one node uses"),
+        ({"remote_url": "s3://chunks", "max_remote_size": 1}, "max_remote_size is for a remote_url of file://"),
+    ],
+)
+def test_a_folder_has_limits_and_is_no_disk_of_one_node(settings: dict[str, Any], error: str) -> None:
+    disk = {"max_local_disk_size": 1} if "local_disk" in settings else {}
+    with pytest.raises(ConfigError, match=error):
+        NodeConfig(**{"remote_url": "file:///mnt/kv"} | settings | disk)
+
+
+def test_either_limit_of_a_folder_is_enough() -> None:
+    assert NodeConfig(remote_url="file:///mnt/kv", max_remote_size=1).remote_bytes == 1 << 30
+    assert NodeConfig(remote_url="file:///mnt/kv", remote_ttl=60).remote_ttl == 60
 
 
 @pytest.mark.parametrize(
