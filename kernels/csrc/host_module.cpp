@@ -10,6 +10,7 @@
 #include "chunk_copy.h"
 #include "chunk_keys.h"
 #include "codec.h"
+#include "difference.h"
 #include "json_scan.h"
 #include "token_ids.h"
 
@@ -183,6 +184,20 @@ void join(int element, const ReadOnlyPoolBytes& planes, const PoolBytes& chunk, 
                        reinterpret_cast<std::byte*>(chunk.data()));
 }
 
+void differences(int number, const Vector<const float>& table, const ReadOnlyPoolBytes& pool, std::size_t fresh,
+                 std::size_t held, std::size_t layer_stride, std::int64_t count, const Vector<double>& found,
+                 bool portable) {
+  nb::gil_scoped_release unlocked;
+  const lmkv::Differ differ = portable ? lmkv::portable_difference : lmkv::best_differ();
+  const auto* bytes = reinterpret_cast<const std::byte*>(pool.data());
+  for (std::size_t layer = 0; layer < found.size() / 2; ++layer) {
+    const auto [mean, most] = differ(static_cast<lmkv::Number>(number), table.data(), bytes + fresh + layer * layer_stride,
+                                     bytes + held + layer * layer_stride, count);
+    found.data()[2 * layer] = mean;
+    found.data()[2 * layer + 1] = most;
+  }
+}
+
 }  // namespace
 
 NB_MODULE(_host, module) {
@@ -209,6 +224,8 @@ NB_MODULE(_host, module) {
       .def_ro("colons", &lmkv::JsonScan::colons)
       .def_ro("is_ascii", &lmkv::JsonScan::is_ascii)
       .def_ro("has_more_fields", &lmkv::JsonScan::has_more_fields);
+  module.def("differences", &differences, "number"_a, "table"_a, "pool"_a, "fresh"_a, "held"_a, "layer_stride"_a, "count"_a,
+             "found"_a, "portable"_a = false);
   module.def("codec_isa", [] { return std::string(lmkv::best_codec().isa); });
   module.def("encoded_bytes", &encoded_bytes, "element"_a, "code"_a, "plane_elements"_a, "group_elements"_a, "count"_a);
   module.def("encode", &encode, "element"_a, "code"_a, "plane_elements"_a, "group_elements"_a, "chunk"_a, "encoded"_a,

@@ -93,6 +93,23 @@ class JsonScan:
     def has_more_fields(self) -> bool:
         """Whether there are more than `max_fields`."""
 
+def differences(
+    number: int,
+    table: NDArray[np.float32],
+    pool: NDArray[np.uint8],
+    fresh: int,
+    held: int,
+    layer_stride: int,
+    count: int,
+    found: NDArray[np.float64],
+    portable: bool = False,
+) -> None:
+    """Fills `found` with two differences for each layer of two extents at these offsets: mean, and most.
+
+    `number` is an index, as `lmkv_kernels.differences` has it. A layer has `count` elements, and the next one begins
+    `layer_stride` bytes behind its first byte. `table` has the values of elements of one byte.
+    """
+
 def codec_isa() -> str:
     """The instruction set that the codecs use on this processor."""
 

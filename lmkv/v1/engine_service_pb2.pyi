@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.rpc import status_pb2 as _status_pb2
 from lmkv.v1 import chunk_pb2 as _chunk_pb2
 from lmkv.v1 import registry_service_pb2 as _registry_service_pb2
@@ -21,6 +22,38 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _AuditOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AuditOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AuditOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    AUDIT_OUTCOME_UNSPECIFIED: _AuditOutcome.ValueType  # 0
+    """It is not said."""
+    AUDIT_OUTCOME_EQUAL: _AuditOutcome.ValueType  # 1
+    """Both differ by no more than rounding."""
+    AUDIT_OUTCOME_SUSPECT: _AuditOutcome.ValueType  # 2
+    """They differ by more, for the first time; the next hit is computed."""
+    AUDIT_OUTCOME_WRONG: _AuditOutcome.ValueType  # 3
+    """They have differed each of two times."""
+    AUDIT_OUTCOME_VOID: _AuditOutcome.ValueType  # 4
+    """The held chunk was evicted meanwhile: nothing was compared."""
+
+class AuditOutcome(_AuditOutcome, metaclass=_AuditOutcomeEnumTypeWrapper):
+    """The outcome of a comparison. An unknown value counts as void."""
+
+AUDIT_OUTCOME_UNSPECIFIED: AuditOutcome.ValueType  # 0
+"""It is not said."""
+AUDIT_OUTCOME_EQUAL: AuditOutcome.ValueType  # 1
+"""Both differ by no more than rounding."""
+AUDIT_OUTCOME_SUSPECT: AuditOutcome.ValueType  # 2
+"""They differ by more, for the first time; the next hit is computed."""
+AUDIT_OUTCOME_WRONG: AuditOutcome.ValueType  # 3
+"""They have differed each of two times."""
+AUDIT_OUTCOME_VOID: AuditOutcome.ValueType  # 4
+"""The held chunk was evicted meanwhile: nothing was compared."""
+Global___AuditOutcome: _TypeAlias = AuditOutcome  # noqa: Y015
 
 @_typing.final
 class AttachRequest(_message.Message):
@@ -209,6 +242,7 @@ class Event(_message.Message):
     TIER_CHANGE_FIELD_NUMBER: _builtins.int
     HINTED_FIELD_NUMBER: _builtins.int
     PEER_CONNECTED_FIELD_NUMBER: _builtins.int
+    AUDIT_HITS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to `hello`; the first event of the first message."""
@@ -253,6 +287,10 @@ class Event(_message.Message):
     def peer_connected(self) -> Global___PeerConnected:
         """The node can read from a peer now, whose chunks the engine may load; for its log."""
 
+    @_builtins.property
+    def audit_hits(self) -> Global___AuditHits:
+        """Every hit is to be audited for a time: `EngineService.Audit`."""
+
     def __init__(
         self,
         *,
@@ -267,16 +305,41 @@ class Event(_message.Message):
         tier_change: Global___TierChange | None = ...,
         hinted: Global___HintedChunks | None = ...,
         peer_connected: Global___PeerConnected | None = ...,
+        audit_hits: Global___AuditHits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "event", b"event", "found", b"found", "granted", b"granted", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "peer_connected", b"peer_connected", "rejected_commit", b"rejected_commit", "reset", b"reset", "tier_change", b"tier_change", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audit_hits", b"audit_hits", "conflicts", b"conflicts", "event", b"event", "found", b"found", "granted", b"granted", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "peer_connected", b"peer_connected", "rejected_commit", b"rejected_commit", "reset", b"reset", "tier_change", b"tier_change", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "event", b"event", "found", b"found", "granted", b"granted", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "peer_connected", b"peer_connected", "rejected_commit", b"rejected_commit", "reset", b"reset", "tier_change", b"tier_change", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit_hits", b"audit_hits", "conflicts", b"conflicts", "event", b"event", "found", b"found", "granted", b"granted", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "peer_connected", b"peer_connected", "rejected_commit", b"rejected_commit", "reset", b"reset", "tier_change", b"tier_change", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "found", "loaded", "granted", "rejected_commit", "reset", "conflicts", "handed", "tier_change", "hinted", "peer_connected"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "found", "loaded", "granted", "rejected_commit", "reset", "conflicts", "handed", "tier_change", "hinted", "peer_connected", "audit_hits"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___Event: _TypeAlias = Event  # noqa: Y015
+
+@_typing.final
+class AuditHits(_message.Message):
+    """Every hit is to be audited for a time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DURATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """From now on; 0: no longer. It replaces an earlier one."""
+
+    def __init__(
+        self,
+        *,
+        duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditHits: _TypeAlias = AuditHits  # noqa: Y015
 
 @_typing.final
 class PeerConnected(_message.Message):
@@ -390,6 +453,8 @@ class AuditedChunks(_message.Message):
 
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     WRONG_KEYS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
     """Number of chunks that were compared."""
     wrong_keys: _builtins.bytes
@@ -397,19 +462,189 @@ class AuditedChunks(_message.Message):
     them, pinned or not, with all their parts and all chunks behind them that it knows, and has all other instances drop
     them.
     """
+    outcome: Global___AuditOutcome.ValueType
+    """The outcome for all of them; unset: they were equal, or wrong if there are `wrong_keys`."""
+    @_builtins.property
+    def chunk(self) -> Global___AuditedChunk:
+        """The chunk that was compared, if it is one."""
+
     def __init__(
         self,
         *,
         chunk_count: _builtins.int = ...,
         wrong_keys: _builtins.bytes = ...,
+        outcome: Global___AuditOutcome.ValueType = ...,
+        chunk: Global___AuditedChunk | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "wrong_keys", b"wrong_keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "chunk_count", b"chunk_count", "outcome", b"outcome", "wrong_keys", b"wrong_keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AuditedChunks: _TypeAlias = AuditedChunks  # noqa: Y015
+
+@_typing.final
+class AuditedChunk(_message.Message):
+    """The comparison of one part of one chunk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_KEY_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    ENGINE_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LORA_IDENTITY_FIELD_NUMBER: _builtins.int
+    HAS_MEDIA_FIELD_NUMBER: _builtins.int
+    IS_REQUESTED_FIELD_NUMBER: _builtins.int
+    chunk_key: _builtins.bytes
+    """16 bytes: the key of the chunk."""
+    part: _builtins.int
+    """The part."""
+    first_token: _builtins.int
+    """Index of its first token in the prompt."""
+    token_count: _builtins.int
+    """Tokens in the chunk."""
+    tier: _builtins.str
+    """Name of the tier that had it at the lookup; `own` is the node's pool."""
+    engine_request_id: _builtins.str
+    """The engine's id of the request."""
+    lora_identity: _builtins.str
+    """The LoRA adapter in its keys, `name@digest`; empty if there is none."""
+    has_media: _builtins.bool
+    """Whether its keys name media."""
+    is_requested: _builtins.bool
+    """Whether the request has asked for its audit. It then does not count among those after which a spec is not served."""
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerDifference]:
+        """The layers that differ most, at most 8, the worst first; others differ less."""
+
+    def __init__(
+        self,
+        *,
+        chunk_key: _builtins.bytes = ...,
+        part: _builtins.int = ...,
+        first_token: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        tier: _builtins.str = ...,
+        layers: _abc.Iterable[Global___LayerDifference] | None = ...,
+        engine_request_id: _builtins.str = ...,
+        lora_identity: _builtins.str = ...,
+        has_media: _builtins.bool = ...,
+        is_requested: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_key", b"chunk_key", "engine_request_id", b"engine_request_id", "first_token", b"first_token", "has_media", b"has_media", "is_requested", b"is_requested", "layers", b"layers", "lora_identity", b"lora_identity", "part", b"part", "tier", b"tier", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditedChunk: _TypeAlias = AuditedChunk  # noqa: Y015
+
+@_typing.final
+class LayerDifference(_message.Message):
+    """The difference between the two computations of a layer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_FIELD_NUMBER: _builtins.int
+    MEAN_FIELD_NUMBER: _builtins.int
+    MOST_FIELD_NUMBER: _builtins.int
+    layer: _builtins.int
+    """Index of the layer in the part."""
+    mean: _builtins.float
+    """Root mean square of the differences, as a share of that of the values."""
+    most: _builtins.float
+    """The largest difference, as a share of the value and the root mean square of all values."""
+    def __init__(
+        self,
+        *,
+        layer: _builtins.int = ...,
+        mean: _builtins.float = ...,
+        most: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer", b"layer", "mean", b"mean", "most", b"most"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerDifference: _TypeAlias = LayerDifference  # noqa: Y015
+
+@_typing.final
+class KvInputs(_message.Message):
+    """The inputs of an engine's KV, by name. A node keeps the first 512 of them, and 256 characters of each value."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class NamedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class OthersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAMED_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def named(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Inputs that the keys of its chunks name: engines of one key agree on them."""
+
+    @_builtins.property
+    def others(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Others, such as versions and entries of the configuration that no key names: an input that the keys lack is among those
+        that differ between two engines.
+        """
+
+    def __init__(
+        self,
+        *,
+        named: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        others: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["named", b"named", "others", b"others"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvInputs: _TypeAlias = KvInputs  # noqa: Y015
 
 @_typing.final
 class ReturnCredits(_message.Message):
@@ -809,6 +1044,7 @@ class Hello(_message.Message):
     EXPECTED_CONFIG_FIELD_NUMBER: _builtins.int
     SERVED_MODELS_FIELD_NUMBER: _builtins.int
     WANTS_TIER_CHANGES_FIELD_NUMBER: _builtins.int
+    KV_INPUTS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Unique per engine process."""
     worker_count: _builtins.int
@@ -827,6 +1063,10 @@ class Hello(_message.Message):
     def served_models(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ServedModel]:
         """Names under which the engine serves the model and its LoRA adapters, those known so far."""
 
+    @_builtins.property
+    def kv_inputs(self) -> Global___KvInputs:
+        """Its KV is computed with these inputs; the record of a wrong chunk compares them with those of the engine that stored it."""
+
     def __init__(
         self,
         *,
@@ -836,10 +1076,11 @@ class Hello(_message.Message):
         expected_config: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         served_models: _abc.Iterable[_chunk_pb2.ServedModel] | None = ...,
         wants_tier_changes: _builtins.bool = ...,
+        kv_inputs: Global___KvInputs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_inputs", b"kv_inputs", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "expected_config", b"expected_config", "served_models", b"served_models", "spec", b"spec", "wants_tier_changes", b"wants_tier_changes", "worker_count", b"worker_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "expected_config", b"expected_config", "kv_inputs", b"kv_inputs", "served_models", b"served_models", "spec", b"spec", "wants_tier_changes", b"wants_tier_changes", "worker_count", b"worker_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1849,3 +2090,63 @@ class EngineServiceReleaseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineServiceReleaseResponse: _TypeAlias = EngineServiceReleaseResponse  # noqa: Y015
+
+@_typing.final
+class AuditRequest(_message.Message):
+    """Request for `EngineService.Audit`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DURATION_FIELD_NUMBER: _builtins.int
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    chunk_count: _builtins.int
+    """Chunks after which the call ends; 0: any number."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """For how long hits are audited, at most an hour."""
+
+    def __init__(
+        self,
+        *,
+        duration: _duration_pb2.Duration | None = ...,
+        chunk_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "duration", b"duration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditRequest: _TypeAlias = AuditRequest  # noqa: Y015
+
+@_typing.final
+class AuditResponse(_message.Message):
+    """Response for `EngineService.Audit`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_COUNT_FIELD_NUMBER: _builtins.int
+    AUDITED_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    engine_count: _builtins.int
+    """Engines that are attached."""
+    record: _builtins.str
+    """The record of a wrong chunk, as in the node's log; empty for others."""
+    @_builtins.property
+    def audited(self) -> Global___AuditedChunks:
+        """What one of them has compared; unset in the first response."""
+
+    def __init__(
+        self,
+        *,
+        engine_count: _builtins.int = ...,
+        audited: Global___AuditedChunks | None = ...,
+        record: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audited", b"audited"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audited", b"audited", "engine_count", b"engine_count", "record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditResponse: _TypeAlias = AuditResponse  # noqa: Y015

@@ -69,6 +69,11 @@ class EngineServiceStub:
                 request_serializer=lmkv_dot_v1_dot_engine__service__pb2.EngineServiceReleaseRequest.SerializeToString,
                 response_deserializer=lmkv_dot_v1_dot_engine__service__pb2.EngineServiceReleaseResponse.FromString,
                 _registered_method=True)
+        self.Audit = channel.unary_stream(
+                '/lmkv.v1.EngineService/Audit',
+                request_serializer=lmkv_dot_v1_dot_engine__service__pb2.AuditRequest.SerializeToString,
+                response_deserializer=lmkv_dot_v1_dot_engine__service__pb2.AuditResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -168,6 +173,19 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Audit(self, request, context):
+        """Has the node's engines audit each hit that the pool has, as with `audit_rate: 1`, until `duration` has passed, this
+        number of chunks is compared, or the call ends. The first response has no `audited`; others follow as chunks are
+        compared. A client that reads too slowly misses some. A repeat begins again; several calls end one after the other.
+
+        Errors:
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `duration` is not positive, or longer than an hour; `chunk_count` is negative.
+        * `RESOURCE_EXHAUSTED` (`FULL`): as many calls run as may; retry after the `RetryInfo`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -195,6 +213,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=lmkv_dot_v1_dot_engine__service__pb2.EngineServiceReleaseRequest.FromString,
                     response_serializer=lmkv_dot_v1_dot_engine__service__pb2.EngineServiceReleaseResponse.SerializeToString,
+            ),
+            'Audit': grpc.unary_stream_rpc_method_handler(
+                    servicer.Audit,
+                    request_deserializer=lmkv_dot_v1_dot_engine__service__pb2.AuditRequest.FromString,
+                    response_serializer=lmkv_dot_v1_dot_engine__service__pb2.AuditResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -342,6 +365,33 @@ class EngineService:
             '/lmkv.v1.EngineService/Release',
             lmkv_dot_v1_dot_engine__service__pb2.EngineServiceReleaseRequest.SerializeToString,
             lmkv_dot_v1_dot_engine__service__pb2.EngineServiceReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Audit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/lmkv.v1.EngineService/Audit',
+            lmkv_dot_v1_dot_engine__service__pb2.AuditRequest.SerializeToString,
+            lmkv_dot_v1_dot_engine__service__pb2.AuditResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -107,6 +107,15 @@ class EngineServiceStub:
     Errors:
     * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
     """
+    Audit: _grpc.UnaryStreamMultiCallable[_engine_service_pb2.AuditRequest, _engine_service_pb2.AuditResponse]
+    """Has the node's engines audit each hit that the pool has, as with `audit_rate: 1`, until `duration` has passed, this
+    number of chunks is compared, or the call ends. The first response has no `audited`; others follow as chunks are
+    compared. A client that reads too slowly misses some. A repeat begins again; several calls end one after the other.
+
+    Errors:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `duration` is not positive, or longer than an hour; `chunk_count` is negative.
+    * `RESOURCE_EXHAUSTED` (`FULL`): as many calls run as may; retry after the `RetryInfo`.
+    """
 
 @_typing.type_check_only
 class EngineServiceAsyncStub(EngineServiceStub):
@@ -186,6 +195,15 @@ class EngineServiceAsyncStub(EngineServiceStub):
 
     Errors:
     * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
+    """
+    Audit: _aio.UnaryStreamMultiCallable[_engine_service_pb2.AuditRequest, _engine_service_pb2.AuditResponse]  # type: ignore[assignment]
+    """Has the node's engines audit each hit that the pool has, as with `audit_rate: 1`, until `duration` has passed, this
+    number of chunks is compared, or the call ends. The first response has no `audited`; others follow as chunks are
+    compared. A client that reads too slowly misses some. A repeat begins again; several calls end one after the other.
+
+    Errors:
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `duration` is not positive, or longer than an hour; `chunk_count` is negative.
+    * `RESOURCE_EXHAUSTED` (`FULL`): as many calls run as may; retry after the `RetryInfo`.
     """
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -293,6 +311,21 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
         * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
+        """
+
+    @_abc_1.abstractmethod
+    def Audit(
+        self,
+        request: _engine_service_pb2.AuditRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_service_pb2.AuditResponse], _abc.AsyncIterator[_engine_service_pb2.AuditResponse]]:
+        """Has the node's engines audit each hit that the pool has, as with `audit_rate: 1`, until `duration` has passed, this
+        number of chunks is compared, or the call ends. The first response has no `audited`; others follow as chunks are
+        compared. A client that reads too slowly misses some. A repeat begins again; several calls end one after the other.
+
+        Errors:
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `duration` is not positive, or longer than an hour; `chunk_count` is negative.
+        * `RESOURCE_EXHAUSTED` (`FULL`): as many calls run as may; retry after the `RetryInfo`.
         """
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

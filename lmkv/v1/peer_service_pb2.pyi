@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from lmkv.v1 import chunk_pb2 as _chunk_pb2
+from lmkv.v1 import engine_service_pb2 as _engine_service_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -84,6 +85,7 @@ class InitResponse(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    KV_INPUTS_FIELD_NUMBER: _builtins.int
     channel: _builtins.str
     """The selected transfer channel; empty if the caller named none."""
     channel_metadata: _builtins.bytes
@@ -102,6 +104,10 @@ class InitResponse(_message.Message):
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Region]:
         """The node's memory regions; `Extent.region` is an index into them. Empty without a channel."""
 
+    @_builtins.property
+    def kv_inputs(self) -> _containers.RepeatedCompositeFieldContainer[_engine_service_pb2.KvInputs]:
+        """The inputs of engines of the spec that have attached to the node, at most 4, the latest first."""
+
     def __init__(
         self,
         *,
@@ -111,10 +117,11 @@ class InitResponse(_message.Message):
         instance_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         session_id: _builtins.str = ...,
+        kv_inputs: _abc.Iterable[_engine_service_pb2.KvInputs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel", b"channel", "channel_metadata", b"channel_metadata", "epoch", b"epoch", "instance_id", b"instance_id", "regions", b"regions", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel", b"channel", "channel_metadata", b"channel_metadata", "epoch", b"epoch", "instance_id", b"instance_id", "kv_inputs", b"kv_inputs", "regions", b"regions", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,6 +29,7 @@ from vllm.v1.executor import multiproc_executor
 from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: F401
 
 import lmkv_client.connector.vllm_connector  # noqa: F401
+from lmkv_client import model_identity
 from tests.support.fork_server import Request, run_module, serve
 
 FREE_TIMEOUT_SECONDS = 60.0
@@ -43,6 +44,8 @@ class Worker:
     """The commands, by method name. Each gets the fields of its line and returns what goes back."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        """`unnamed` among the options: entries of the model's configuration that its identity lacks, as by a fault."""
+        model_identity.VOLATILE += tuple(options.pop("unnamed", ()))
         if encoders := options.pop("ec_transfer_config", None):
             options["ec_transfer_config"] = ECTransferConfig(**encoders)
         self._llm = LLM(**options, enforce_eager=True, disable_log_stats=False)

@@ -6,6 +6,8 @@ weights. An engine of the API attaches to their nodes, and stores wrong bytes un
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from lmkv_client.demo.model import TINY, make_model
 from lmkv_client.engine import Engine, Written
 from lmkv_server.node.audits import MIN_WRONG
 from tests.engines.llm import Answers, LlmFleet, LlmProcess, Nursery, make_prompt
@@ -216,6 +219,55 @@ def test_one_layer_of_old_weights_is_found(fleet: LlmFleet, prompt: list[int]) -
     chunks[LAST][1] = others[LAST][1]
     auditor.plant(prompt, chunks[LAST])
     assert outcomes(auditor.audit(prompt)).get("suspect") == 1
+
+
+ROPE = "rope_parameters"
+
+
+@pytest.fixture(params=["a parameter of the rotary embedding", "the weights"])
+def confused(
+    request: pytest.FixtureRequest, nursery: Nursery, tiny_model: Path, tmp_path: Path
+) -> Iterator[tuple[LlmFleet, str]]:
+    """Two engines of one node whose keys lack an input in which they differ, and its name in the record.
+
+    `rotary`: the identity lacks it by a fault. `weights`: a person has given both the same `model_id`.
+    """
+    is_rotary = request.param.endswith("embedding")
+    other = tmp_path / "other" / "tiny"
+    if is_rotary:
+        shutil.copytree(tiny_model, other)
+        config = json.loads((other / "config.json").read_text())
+        config[ROPE]["rope_theta"] = 500000.0
+        (other / "config.json").write_text(json.dumps(config))
+    else:
+        make_model(other, TINY, seed=1)
+    with LlmFleet(nursery, tiny_model, tmp_path) as fleet:
+        shared = {"node_address": str(fleet.runtime_dir / "writer" / "engine.sock"), "audit_rate": "1"}
+        options: dict[str, Any] = {"unnamed": [ROPE]} if is_rotary else {}
+        named = {} if is_rotary else {"model_id": "mine"}
+        fleet.add("writer", named, **options)
+        fleet.start()
+        fleet.add("reader", shared | named, model=other, **options)
+        fleet.start()
+        yield fleet, f"config.{ROPE}" if is_rotary else "model"
+
+
+def test_an_input_that_the_keys_lack_is_found_and_named(confused: tuple[LlmFleet, str]) -> None:
+    """By the first two hits: the first chunk is suspect, the second computation confirms it."""
+    fleet, missing = confused
+    writer, reader = fleet.engines["writer"], fleet.engines["reader"]
+    prompt = make_prompt(5, PROMPT_TOKENS)
+    writer.ask(prompt)
+    first = reader.ask(prompt)
+    assert first.cached_tokens == LAST * CHUNK, "the reader would have used it"
+    assert outcomes(first) == {"suspect": 1}
+    assert outcomes(reader.ask_again(prompt)).get("wrong") == 1
+    log = (fleet.runtime_dir / "writer" / "node.log").read_text()
+    (record,) = (line for line in log.splitlines() if "in which both engines differ" in line)
+    names, differing = record.split("in its model_id, ")[1].split(". Inputs that it does not name")
+    assert f" {missing} " in differing
+    assert missing not in names.split(", ")
+    assert "config.hidden_size" not in differing
 
 
 def test_a_chunk_that_differs_twice_is_dropped_and_a_spec_with_many_of_them_is_not_served(fleet: LlmFleet) -> None:

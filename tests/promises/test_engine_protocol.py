@@ -98,7 +98,9 @@ def test_the_tables_of_acts_have_all_of_them_and_their_answers_are_events() -> N
         assert carried.name in SPAN.findall(row[1]), field.name
     answers = [set(SPAN.findall(row[2])) & set(OWN["Event"].fields_by_name) for row in rows]
     assert [bool(events) for events in answers] == [not row[2].strip().startswith("none") for row in rows]
-    assert set().union(*answers) | {"conflicts", "tier_change", "peer_connected"} == set(OWN["Event"].fields_by_name)
+    assert set().union(*answers) | {"conflicts", "tier_change", "audit_hits", "peer_connected"} == set(
+        OWN["Event"].fields_by_name
+    )
 
 
 def test_an_extent_is_a_place_and_messages_named_for_it_say_what_is_there() -> None:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import lmkv
 from lmkv.errors import ConfigError
+from lmkv.kv_inputs import KvInputs
 from lmkv.spec import KvSpec
-from lmkv_client.connector.vllm_api import LoadConfig, LoRAConfig, ModelConfig, VllmConfig, envs, get_pp_indices
+from lmkv_client.connector.vllm_api import (
+    VLLM_VERSION,
+    LoadConfig,
+    LoRAConfig,
+    ModelConfig,
+    VllmConfig,
+    envs,
+    get_pp_indices,
+)
 from lmkv_client.file_digests import process_start
 from lmkv_client.model_identity import (
     WeightsSource,
@@ -81,6 +94,12 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
 """Options of vLLM that do the same, by the attributes of `VllmConfig` that have them."""
 
 
+CONFIG = "config"
+"""Name of the model's configuration among the inputs of its identity."""
+VERSIONS: Mapping[str, str] = {"lmkv": lmkv.__version__, "vllm": VLLM_VERSION, "torch": torch.__version__}
+"""Versions of what computes, and copies, the KV of this engine."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadShare:
     """The KV heads that one rank has. Where ranks outnumber heads, or there is one latent for all, several have one."""
@@ -139,8 +158,13 @@ def adapter_options(lora: LoRAConfig) -> str:
 
 
 def model_identity(model: ModelConfig, load: LoadConfig, after: float) -> str:
-    """Identity of the weights and of what vLLM makes of them: a digest over a local folder's content, or name and
-    commit of a hub model; the model's configuration, dtype and quantization, and the code that vLLM runs it with.
+    """Identity of the weights and of what vLLM makes of them: a digest over `model_inputs`."""
+    return digest_of(*model_inputs(model, load, after).values())
+
+
+def model_inputs(model: ModelConfig, load: LoadConfig, after: float) -> dict[str, str]:
+    """The inputs of a model's identity by name: the model's configuration, dtype and quantization, the code that vLLM
+    runs it with, and the weights: a digest over a local folder's content, or name and commit of a hub model.
 
     `after` is a time before the weights were loaded. Raises as `engine_identity`.
     """
@@ -152,10 +176,45 @@ def model_identity(model: ModelConfig, load: LoadConfig, after: float) -> str:
         cache=load.download_dir,
         loaded_after=after,
     )
-    quantization = [str(model.quantization or ""), str(getattr(model, "quantization_config", None) or "")]
-    return digest_of(
-        architecture(model.hf_config.to_dict()), str(model.dtype), *quantization, *_how(model), weights.identity()
-    )
+    return {
+        CONFIG: architecture(model.hf_config.to_dict()),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization or ""),
+        "quantization_config": str(getattr(model, "quantization_config", None) or ""),
+        **_how(model),
+        "weights": weights.identity(),
+    }
+
+
+def kv_inputs(vllm_config: VllmConfig, configured_id: str) -> KvInputs:
+    """The inputs of this engine's KV, for the records of wrong chunks; `configured_id` is the identity of the weights
+    if it was configured, or shared, and not computed.
+
+    Raises as `engine_identity`.
+    """
+    model = vllm_config.model_config
+    known = {
+        **{f"{CONFIG}.{name}": json.dumps(value, default=str) for name, value in model.hf_config.to_dict().items()},
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization or ""),
+        **_how(model),
+        "model": str(model.model),
+        "load_format": str(vllm_config.load_config.load_format),
+        "max_model_len": str(model.max_model_len),
+        "tensor_parallel_size": str(vllm_config.parallel_config.tensor_parallel_size),
+        "attention_config": str(vllm_config.attention_config),
+        **{name: str(getattr(envs, name, usual)) for name, usual in VARIABLES.items()},
+        **VERSIONS,
+    }
+    if configured_id:
+        named = {"model_id": configured_id}
+    else:
+        named = model_inputs(model, vllm_config.load_config, loaded_after(vllm_config))
+        config = json.loads(named.pop(CONFIG))
+        named |= {f"{CONFIG}.{name}": json.dumps(value) for name, value in config.items()}
+        if modes := changed_modes(vllm_config):
+            named["modes"] = ", ".join(modes)
+    return KvInputs(named=named, others={name: value for name, value in known.items() if name not in named})
 
 
 def loaded_after(vllm_config: VllmConfig) -> float:
@@ -164,8 +223,9 @@ def loaded_after(vllm_config: VllmConfig) -> float:
     return process_start() if made is None else made
 
 
-def _how(model: ModelConfig) -> list[str]:
-    """Returns the options by which vLLM computes with the weights, if they change more than the last digits."""
+def _how(model: ModelConfig) -> dict[str, str]:
+    """Returns the options by which vLLM computes with the weights, if they change more than the last digits: each as
+    `name=value`, by name."""
     options = {name: str(getattr(model, name)) for name in COMPUTED_BY}
     if media := model.multimodal_config:
         options |= {name: str(getattr(media, name)) for name in ENCODED_BY}
@@ -174,7 +234,7 @@ def _how(model: ModelConfig) -> list[str]:
     rotary = {"rope_parameters": getattr(model.hf_text_config, "rope_parameters", None)}
     if not is_same_for_any_length(rotary):  # vLLM chooses the factors of longrope by it
         options["max_model_len"] = str(model.max_model_len)
-    return [f"{name}={value}" for name, value in sorted(options.items())]
+    return {name: f"{name}={value}" for name, value in sorted(options.items())}
 
 
 def _check_source(model: ModelConfig, load: LoadConfig) -> None:

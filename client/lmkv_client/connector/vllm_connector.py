@@ -7,6 +7,7 @@ here as "no hit" or "not stored" and a counter; only a mistake in the configurat
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lmkv import telemetry
@@ -20,6 +21,7 @@ from lmkv_client.connector.identity import (
     adapter_options,
     draft_model,
     head_shares,
+    kv_inputs,
     loaded_after,
     served_names,
     worker_rank,
@@ -102,7 +104,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 wants_tier_changes=has_events,
             )
             self._link.start(
-                lambda: engine_kv(vllm_config, kv_cache_config, config).spec.model_id,
+                partial(_identify, self._link, vllm_config, kv_cache_config, config),
                 time.time() - loaded_after(vllm_config),
             )
             options = SchedulerOptions(
@@ -295,6 +297,16 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> PromMetrics:
         """The exporter of the statistics at `/metrics`."""
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _identify(
+    link: NodeClient, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
+) -> str:
+    """The identity of the weights; announces what it is computed from. Raises as `engine_kv`."""
+    model_id = engine_kv(vllm_config, kv_cache_config, config).spec.model_id
+    is_computed = not config.model_id and not config.share_across_engines
+    link.kv_inputs = kv_inputs(vllm_config, "" if is_computed else model_id)
+    return model_id
 
 
 def _adapters(vllm_config: VllmConfig) -> Adapters:

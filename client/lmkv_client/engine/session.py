@@ -303,9 +303,15 @@ class Session(Generic[L]):
         """Asks the node to drop chunks, at least one of which did not match its checksum."""
         self.send(pb.Act(drop_damaged=pb.DropDamagedChunks(chunk_keys=join_keys(keys))))
 
-    def report_audits(self, chunk_count: int, wrong_keys: Sequence[ChunkKey]) -> None:
-        """Reports compared chunks; `wrong_keys` are those of a wrong one and of chunks behind it."""
-        self.send(pb.Act(audited=pb.AuditedChunks(chunk_count=chunk_count, wrong_keys=join_keys(wrong_keys))))
+    def report_audit(
+        self, outcome: pb.AuditOutcome.ValueType, chunk: pb.AuditedChunk, wrong_keys: Sequence[ChunkKey] = ()
+    ) -> None:
+        """Reports a compared chunk; `wrong_keys` are those of a wrong one and of chunks behind it."""
+        self.send(
+            pb.Act(
+                audited=pb.AuditedChunks(chunk_count=1, wrong_keys=join_keys(wrong_keys), outcome=outcome, chunk=chunk)
+            )
+        )
 
     def send_reports(self) -> None:
         """Sends the reports of prompts that have ended, if there are any."""

@@ -136,7 +136,7 @@ class Node:
         self._tier_stack = self._make_tier_stack()
         self.hints = await stack.enter_async_context(HintExecutor(config.instance_id, self._tier_stack, self.orders))
         self.events.subscribe(self.hints.retentions)
-        self.audits = Audits(self._tier_stack, self.orders, self.fleet)
+        self.audits = Audits(self._tier_stack, self.orders, self.fleet, self.engines)
         stack.push_async_callback(self.audits.aclose)
         self.service = self._make_engine_service()
         if self.peer_side:

@@ -257,6 +257,12 @@ class ScriptedNode:
         """Sends an event."""
         self.inbox.append(pb.AttachResponse(events=[event]))
 
+    def have_hits_audited(self, seconds: int) -> None:
+        """Has the engine audit every hit for this time."""
+        event = pb.Event(audit_hits=pb.AuditHits())
+        event.audit_hits.duration.FromSeconds(seconds)
+        self.say(event)
+
     def _act(self, act: pb.Act) -> None:
         kind = act.WhichOneof("act")
         assert kind is not None

@@ -244,9 +244,17 @@ class SimulatedEngine:
             self.step()
         raise AssertionError(f"not over after {MAX_STEPS} steps")
 
-    def serve(self, request_id: str, prompt: Sequence[int], *, output: int = 2, salt: str = "") -> int:
+    def serve(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        output: int = 2,
+        salt: str = "",
+        transfer: dict[str, Any] | None = None,
+    ) -> int:
         """Answers a prompt, checks the answer, and says how many tokens had to be computed."""
-        self.add(request_id, prompt, output=output, salt=salt)
+        self.add(request_id, prompt, output=output, salt=salt, transfer=transfer)
         self.run(request_id)
         self.check_answer(request_id)
         return self.scheduled_tokens[request_id]

@@ -231,7 +231,7 @@ async def _run(source: Input) -> None:
         peer_service = PeerService(node, channels, inspected, receiver, grant_ttl_seconds=30.0)
         async with orders, hints, peer_service:
             fleet: Any = SimpleNamespace(report_wrong=lambda _: True, is_configured=False)
-            engine_service = EngineService(_Host(), sessions, stack, hints, Audits(stack, orders, fleet))
+            engine_service = EngineService(_Host(), sessions, stack, hints, Audits(stack, orders, fleet, sessions))
             await _call(source, {SERVICES[0]: engine_service, SERVICES[1]: peer_service}, tier)
             table.check()
     sessions.detach(own)

@@ -12,6 +12,7 @@ import grpc
 from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey, join_keys
+from lmkv.kv_inputs import NO_INPUTS, KvInputs
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
@@ -46,6 +47,7 @@ class EngineClient:
         answer_seconds: float = ANSWER_SECONDS,
         *,
         wants_tier_changes: bool = False,
+        inputs: KvInputs = NO_INPUTS,
     ) -> None:
         socket = node if isinstance(node, Path) else node.config.engine_socket
         self.spec = spec or small_spec()
@@ -55,6 +57,7 @@ class EngineClient:
         self._worker_count = worker_count
         self._answer_seconds = answer_seconds
         self._wants_tier_changes = wants_tier_changes
+        self._inputs = inputs
         self._channel: Any = rpc.open_channel(f"unix:{socket}")
         self.stub: Any = EngineServiceStub(self._channel)
         self.call: Any = self.stub.Attach()  # type: ignore[call-arg]
@@ -66,6 +69,7 @@ class EngineClient:
             worker_count=self._worker_count,
             expected_config=self._config,
             wants_tier_changes=self._wants_tier_changes,
+            kv_inputs=self._inputs.to_proto(),
         )
         try:
             await self.say(hello=hello)

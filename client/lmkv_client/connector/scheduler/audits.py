@@ -11,15 +11,18 @@ that differs is wrong.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from statistics import median
+from typing import Any
 
 from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
+from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_END
 from lmkv_client.connector.messages import Comparison, LayerError
 from lmkv_client.connector.scheduler.block_copies import items_of
@@ -39,9 +42,16 @@ MAX_BUDGET_CHUNKS = 64
 """Most chunks for which an engine without audits saves budget."""
 MAX_SUSPECTS = 1024
 MAX_SHOWN_LAYERS = 8
-"""Layers in the log of a wrong chunk, those with the largest errors."""
-NAMED = ("model_id", "weight_version", "kv_dtype", "format", "tile_backend", "tile_isa", "block_size", "hash_scheme")
-"""The log names these fields of the spec; the key of a chunk depends on all of them."""
+"""Layers in the report of a chunk, those with the largest errors."""
+MAX_REPORTS = 64
+"""Audits that requests have asked for of which the results are kept."""
+MAX_SHOWN_KEYS = 16
+OUTCOMES: Mapping[str, pb.AuditOutcome.ValueType] = {
+    "equal": pb.AUDIT_OUTCOME_EQUAL,
+    "suspect": pb.AUDIT_OUTCOME_SUSPECT,
+    "wrong": pb.AUDIT_OUTCOME_WRONG,
+    "void": pb.AUDIT_OUTCOME_VOID,
+}
 MIN_HONEST = 16
 """Chunks that must have been compared before the tolerance follows from them."""
 MAX_HONEST = 256
@@ -93,6 +103,45 @@ class Suspicion:
     """The request that computes it again, if one does."""
 
 
+@dataclass(kw_only=True, slots=True)
+class AuditReport:
+    """The results of an audit that requests have asked for by its name."""
+
+    chunk_count: int = 0
+    """Chunks, or parts of them, whose comparison has begun."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Chunks of the prompt that were not compared at the last request, by the reason."""
+    layers: dict[tuple[int, int], LayerError] = field(default_factory=dict)
+    """The largest errors, by part and layer."""
+    wrong_keys: list[str] = field(default_factory=list)
+
+    def add(self, outcome: str, part: int, comparison: Comparison | None) -> None:
+        """Adds what is known of one part of a chunk."""
+        self.outcomes[outcome] += 1
+        for layer, error in comparison.layers.items() if comparison and not comparison.is_void else ():
+            known = self.layers.get((part, layer), error)
+            self.layers[part, layer] = LayerError(max(error.mean, known.mean), max(error.most, known.most))
+
+    def shown(self) -> dict[str, Any]:
+        """The results as the answer to a request has them."""
+        return {
+            "chunk_count": self.chunk_count,
+            "pending_count": self.chunk_count - self.outcomes.total(),
+            "outcomes": dict(self.outcomes),
+            "skipped": self.skipped,
+            "wrong_keys": self.wrong_keys,
+            "layers": [
+                {"part": part, "layer": layer, "mean": min(error.mean, MAX_SHOWN), "most": min(error.most, MAX_SHOWN)}
+                for (part, layer), error in sorted(self.layers.items())
+            ],
+        }
+
+
+MAX_SHOWN = 1e30
+"""The largest error in an answer: JSON has no infinity."""
+
+
 class Audits:
     """The audits of one engine."""
 
@@ -103,7 +152,12 @@ class Audits:
         """
         spec = session.spec
         has_states = any(part.rule == PART_RULE_END for part in spec.parts)
-        self._rate = config.audit_rate if may_audit and not has_states and not spec.accepts_lossy else 0.0
+        self._may_audit = may_audit and not has_states and not spec.accepts_lossy
+        self._rate = config.audit_rate if self._may_audit else 0.0
+        self._forced_until = 0.0
+        """Every hit is audited until then."""
+        self._reports: OrderedDict[str, AuditReport] = OrderedDict()
+        """The results of audits that requests have asked for, by name."""
         self._session = session
         self._size = spec.chunk_size
         self._is_whole = items_of(spec).all_or_none
@@ -120,6 +174,14 @@ class Audits:
     def computed(self, token_count: int) -> None:
         """A step computes this number of tokens."""
         self._budget = min(MAX_BUDGET_CHUNKS * self._size, self._budget + BUDGET_SHARE * token_count)
+
+    def audit_all(self, seconds: float) -> None:
+        """Audits every hit for this time, without a limit of tokens; 0 ends that."""
+        self._forced_until = time.monotonic() + seconds if seconds > 0 else 0.0
+
+    def report(self, name: str) -> AuditReport | None:
+        """The results of an audit that requests have asked for; None if they are not kept any more."""
+        return self._reports.get(name)
 
     def cut(self, state: RequestState, computed_count: int, hit: int) -> int:
         """The end of what is loaded of a hit that would be loaded to token `hit`; earlier if the hit is audited.
@@ -146,7 +208,10 @@ class Audits:
         store.stored_count = min(store.stored_count, audit.first)
         store.passed_count = min(store.passed_count, audit.first)
         state.account.unused = MissReason.AUDITED
-        self._budget -= audit.token_count
+        if report := self._reports.get(audit.name):
+            report.chunk_count += len(held)
+        else:
+            self._budget -= audit.token_count
         self._session.counters.add("audited_tokens", audit.token_count)
         if audit.suspect and (suspicion := self._suspects.get(audit.suspect)):
             suspicion.request_id = state.request_id
@@ -159,18 +224,46 @@ class Audits:
     def _judge(self, store: PendingStore) -> None:
         audit, comparison = store.state.store.audit, store.result.comparison
         if audit is None or comparison is None or comparison.is_void or not comparison.layers:
-            self._count("void")
+            self._settle(store, "void")
             return
-        error, wrong_keys = comparison.worst, list[ChunkKey]()
+        error = comparison.worst
         if self._tolerances[store.part].covers(error):
             self._suspects.pop(store.key, None)
-            self._count("equal")
+            self._settle(store, "equal")
         elif not audit.suspect:
             self._suspect(store, error)
+            self._settle(store, "suspect")
         elif not audit.is_over:
             audit.is_over = True  # chunks behind a wrong one may be wrong, too
-            wrong_keys = self._wrong(store, comparison)
-        self._session.report_audits(1, wrong_keys)
+            self._settle(store, "wrong", self._wrong(store))
+        elif report := self._reports.get(audit.name):
+            report.add("behind", store.part, comparison)
+
+    def _settle(self, store: PendingStore, outcome: str, wrong_keys: Sequence[ChunkKey] = ()) -> None:
+        """Counts a chunk, and reports it to the node."""
+        state, held, comparison = store.state, store.held, store.result.comparison
+        name = state.store.audit.name if state.store.audit else ""
+        if report := self._reports.get(name):
+            report.add(outcome, store.part, comparison)
+            report.wrong_keys += [key.hex() for key in wrong_keys[: MAX_SHOWN_KEYS - len(report.wrong_keys)]]
+        layers = sorted(comparison.layers.items(), key=lambda item: -item[1].mean) if comparison else []
+        chunk = pb.AuditedChunk(
+            chunk_key=store.key,
+            part=store.part,
+            first_token=store.index * self._size,
+            token_count=store.token_count,
+            tier=held.tier if held else "",
+            layers=[
+                pb.LayerDifference(layer=layer, mean=error.mean, most=error.most)
+                for layer, error in layers[:MAX_SHOWN_LAYERS]
+            ],
+            engine_request_id=state.request_id,
+            lora_identity=state.adapter.identity if state.adapter else "",
+            has_media=bool(state.extras),
+            is_requested=bool(name),
+        )
+        self._session.counters.add("audited_chunks", label=outcome)
+        self._session.report_audit(OUTCOMES[outcome], chunk, wrong_keys)
 
     def finished(self, state: RequestState) -> None:
         """A request has ended: another one may compute what it has not."""
@@ -180,7 +273,13 @@ class Audits:
 
     def _choose(self, state: RequestState, computed_count: int, hit: int) -> Audit | None:
         is_handoff = state.handoff_id or state.is_handed_off
-        if not self._rate or is_handoff or not state.store.may_store or self._session.attachment is None:
+        is_forced = time.monotonic() < self._forced_until
+        rate = 1.0 if is_forced else self._rate
+        if not self._may_audit or is_handoff or not state.store.may_store or self._session.attachment is None:
+            return None
+        if state.audit_name:
+            return self._choose_named(state, computed_count)
+        if not rate:
             return None
         first, stop = -(-computed_count // self._size), hit // self._size
         if first >= stop:
@@ -192,13 +291,40 @@ class Audits:
         drawn = sha256(keys[-1] + self._hit_count.to_bytes(8, "little")).digest()
         sampled, deep, place = (int.from_bytes(drawn[at : at + 8], "little") / 2**64 for at in (0, 8, 16))
         in_pool = not state.lookup.absent_count or (not self._is_whole and len(state.lookup.chunks) >= stop)
-        if sampled >= self._rate or not in_pool:
+        if sampled >= rate or not in_pool:
             return None
         if not self._is_whole:
             first = first + int(place * (stop - first)) if deep < DEEP_SHARE else stop - 1
         token_count = hit - first * self._size
-        is_affordable = self._rate == 1 or token_count <= self._budget
+        is_affordable = rate == 1 or token_count <= self._budget
         return Audit(first=first, token_count=token_count) if is_affordable else None
+
+    def _choose_named(self, state: RequestState, computed_count: int) -> Audit | None:
+        """The audit of a request that asks for one: of all that the pool holds and vLLM has not, at the first request
+        of its name and at those after which a chunk is suspect."""
+        first, lookup = -(-computed_count // self._size), state.lookup
+        held_count = lookup.hit_count(pool_only=True)
+        stop = lookup.tokens_in(held_count) // self._size
+        suspect = self._suspect_in(lookup.hit_keys[first:stop])
+        report = self._reports.get(state.audit_name)
+        if report and report.chunk_count and not suspect:
+            return None
+        if report is None:
+            report = self._reports[state.audit_name] = AuditReport()
+            while len(self._reports) > MAX_REPORTS:
+                self._reports.popitem(last=False)
+        elsewhere_count = lookup.hit_count() - held_count
+        reasons = {
+            "in the pages of the engine": min(first, stop),
+            "not in the pool": elsewhere_count,
+            "not held": max(0, state.full_count - stop - elsewhere_count),
+            "shorter than a chunk": int(state.token_count % self._size > 0),
+        }
+        report.skipped = {reason: count for reason, count in reasons.items() if count}
+        if first >= stop:
+            return None
+        token_count = (stop - first) * self._size
+        return Audit(first=first, token_count=token_count, suspect=suspect, name=state.audit_name)
 
     def _suspect_in(self, keys: Sequence[ChunkKey]) -> ChunkKey | None:
         """A suspect among these keys that no request computes now."""
@@ -222,7 +348,6 @@ class Audits:
         self._suspects[store.key] = Suspicion(error=error)
         while len(self._suspects) > MAX_SUSPECTS:
             self._suspects.popitem(last=False)
-        self._count("suspect")
         logger.warning(
             "[%s] chunk %s differs from what was computed, by %.2g on average and %.2g at most; the next hit with it "
             "is computed",
@@ -232,31 +357,16 @@ class Audits:
             error.most,
         )
 
-    def _wrong(self, store: PendingStore, comparison: Comparison) -> list[ChunkKey]:
+    def _wrong(self, store: PendingStore) -> list[ChunkKey]:
         """Logs a chunk that has differed twice; returns its key, and those of the chunks behind it in the prompt."""
-        state, spec, held = store.state, self._session.spec, store.held
+        state = store.state
         keys = [*state.chain.keys[store.index :], *([state.partial_key] if state.partial_key else [])]
         for key in keys:
             self._suspects.pop(key, None)
-        self._count("wrong")
-        layers = sorted(comparison.layers.items(), key=lambda item: -item[1].mean)[:MAX_SHOWN_LAYERS]
         logger.error(
             "[%s] chunk %s is wrong: computed twice, it differs from what the cache holds. It and those behind it are "
-            "dropped everywhere. Part %d, tokens %d to %d, from %s%s; mean and largest error of layers: %s. Its key "
-            "names: %s; adapter %s; %s",
+            "dropped everywhere; the record is in the log of the node",
             state.request_id,
             store.key.hex(),
-            store.part,
-            store.index * self._size,
-            (store.index + 1) * self._size - 1,
-            held.tier if held else "",
-            f" of {held.peer_id}" if held and held.peer_id else "",
-            ", ".join(f"{layer}: {error.mean:.2g}, {error.most:.2g}" for layer, error in layers),
-            ", ".join(f"{name} {spec.shown(name)}" for name in NAMED),
-            state.adapter.identity if state.adapter else "none",
-            f"media in chunks {sorted(state.extras)}" if state.extras else "no media",
         )
         return keys
-
-    def _count(self, outcome: str) -> None:
-        self._session.counters.add("audited_chunks", label=outcome)

@@ -50,6 +50,13 @@ def wants_explanation(params: Mapping[str, Any] | None) -> bool:
     return isinstance(fields, Mapping) and fields.get("explain") is True
 
 
+def audit_of(params: Mapping[str, Any] | None) -> str:
+    """The name of the audit that the request asks for; empty if it asks for none, or if the name is malformed."""
+    fields = params.get(PARAMS) if isinstance(params, Mapping) else None
+    name = fields.get("audit") if isinstance(fields, Mapping) else None
+    return name if isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable() else ""
+
+
 def handoff_of(params: Mapping[str, Any] | None, keys: HandoffKeys) -> HandoffParams | None:
     """The handoff that the request names; None if it names none.
 

@@ -39,6 +39,8 @@ class Audit:
     token_count: int
     suspect: ChunkKey | None = None
     """The chunk that has differed once, if that is why the hit is audited."""
+    name: str = ""
+    """The name of the audit, if the request has asked for it."""
     is_over: bool = False
     """Whether a wrong chunk was found, so that those behind it say nothing."""
 
@@ -149,6 +151,7 @@ class RequestState:
         "account",
         "adapter",
         "all_tokens",
+        "audit_name",
         "chain",
         "computed_count",
         "extras",
@@ -200,6 +203,8 @@ class RequestState:
         """W3C `traceparent` of the request's spans; empty if it is not traced."""
         self.handoff_id = ""
         """The handoff that brings the prompt, if one does."""
+        self.audit_name = ""
+        """The name of the audit that the request asks for, if it does."""
         self.is_handed_off = False
         """Whether a handoff sends the prompt to a decode engine."""
         self.load_timeout = 1.0

@@ -21,7 +21,13 @@ from lmkv_client.connector.multimodal import UnknownMedia
 from lmkv_client.connector.scheduler.audits import Audits
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap
 from lmkv_client.connector.scheduler.events import BlockEvents
-from lmkv_client.connector.scheduler.handoff import PARAMS, HandoffParams, is_addressed, wants_explanation
+from lmkv_client.connector.scheduler.handoff import (
+    PARAMS,
+    HandoffParams,
+    audit_of,
+    is_addressed,
+    wants_explanation,
+)
 from lmkv_client.connector.scheduler.handoffs import RequestHandoffs
 from lmkv_client.connector.scheduler.hints import HINTS, RequestHints, envelope_of
 from lmkv_client.connector.scheduler.hit_choice import HitChoice, StepLoads
@@ -134,9 +140,10 @@ class SchedulerSide:
             self._session.accounts.close(request.request_id, account)
             return None
         self._states[request.request_id] = state
+        state.audit_name = audit_of(request.kv_transfer_params)
         if self._options.has_events:
             self._events.follow(request, state.chain.keys[: state.full_count])
-        if not request.skip_reading_prefix_cache:
+        if not request.skip_reading_prefix_cache or state.audit_name:
             self._look_up(state)
         self._session.queue.add(request.request_id, state.token_count, self._clock())
         return state
@@ -176,6 +183,9 @@ class SchedulerSide:
             return 0, False
         if not self._options.may_load:
             state.account.unused = MissReason.UNCACHEABLE
+            return 0, False
+        if request.skip_reading_prefix_cache:  # nothing is loaded: it was looked up for its audit
+            self._audits.cut(state, computed_count, 0)
             return 0, False
         return self._hit_choice.choose(state, request, computed_count, is_alone=len(self._states) == 1)
 
@@ -323,7 +333,9 @@ class SchedulerSide:
         instance_id = self._session.welcome.instance_id if self._session.attachment else ""
         refused = {"handoff_refused": refusal} if refusal else {}
         hinted = {HINTS: outcomes} if outcomes else {}
-        return {PARAMS: {"instance_id": instance_id, **refused, **hinted, **self._explanation(request)}}
+        name = audit_of(request.kv_transfer_params)
+        audited = {"audit": report.shown()} if (report := self._audits.report(name)) else {}
+        return {PARAMS: {"instance_id": instance_id, **refused, **hinted, **audited, **self._explanation(request)}}
 
     def _explanation(self, request: Request) -> dict[str, Any]:
         request_id, account = self._last_account or ("", None)
@@ -447,6 +459,8 @@ class SchedulerSide:
             self._hints.handle_answer(message)
         elif kind == "reset":
             self._reset_count += 1
+        elif kind == "audit_hits":
+            self._audits.audit_all(message.duration.ToNanoseconds() / 1e9)
         elif kind == "conflicts":
             self._handle_conflicts(message)
         elif kind == "identified":  # keys of requests that have begun before lack the identity of the weights

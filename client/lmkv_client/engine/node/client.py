@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import lmkv
 from lmkv.config import ConnectorConfig, as_written
 from lmkv.config.node import attach_socket_beside
 from lmkv.errors import ConfigConflict, ConfigError, LmkvError, Unreachable
+from lmkv.kv_inputs import KvInputs
 from lmkv.spec import KvSpec
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
@@ -63,6 +65,8 @@ class NodeClient:
         `wants_tier_changes`: the node reports which chunks of the spec it holds.
         """
         self.served = served or ServedNames()
+        self.kv_inputs = KvInputs(others={"lmkv": lmkv.__version__})
+        """The inputs of the engine's KV that are known, for attachments that begin later."""
         self.inbox: deque[Event] = deque()
         self._changed = threading.Event()
         """Set when the engine was attached, or the node lost, since the last wait."""
@@ -211,6 +215,7 @@ class NodeClient:
             expected_config=self._launcher.expected_config,
             served_models=self.served.messages,
             wants_tier_changes=self._wants_tier_changes,
+            kv_inputs=self.kv_inputs.to_proto(),
         )
         path = attach_socket_beside(Path(address.removeprefix("unix:")))
         self._opened = connection = AttachConnection(path, self._deliver, CONNECT_TIMEOUT_SECONDS)

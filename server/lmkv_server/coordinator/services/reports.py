@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -83,6 +84,31 @@ class ReportOutbox:
         return response
 
 
+MAX_WRONG_REPORTS = 20
+"""Reports of wrong chunks that one instance may make in a minute: an honest one stops to serve a spec before."""
+MAX_REPORTERS = 4096
+"""Instances of which the times of such reports are kept, the latest ones."""
+
+
+class WrongReports:
+    """Admits reports of wrong chunks, each of which clears chunks at all instances. Pure: time is passed in."""
+
+    def __init__(self) -> None:
+        self._times: OrderedDict[str, deque[float]] = OrderedDict()
+        """Times of the last admitted reports, by instance."""
+
+    def admits(self, instance_id: str, now: float) -> bool:
+        """Admits one more report of an instance, unless it has made as many in the last minute as it may."""
+        times = self._times.setdefault(instance_id, deque(maxlen=MAX_WRONG_REPORTS))
+        self._times.move_to_end(instance_id)
+        if len(self._times) > MAX_REPORTERS:
+            self._times.popitem(last=False)
+        if len(times) == MAX_WRONG_REPORTS and now - times[0] < 60:
+            return False
+        times.append(now)
+        return True
+
+
 MAX_LEAVING_SECONDS = 3600.0
 """Longest time for which an instance may report that it is about to stop."""
 
@@ -107,6 +133,7 @@ class ReportService(pb_grpc.ReportServiceServicer):
         self._outboxes: dict[str, ReportOutbox] = {}
         """The outbox of each instance's newest stream."""
         self._log = LimitedLogger(logger)
+        self._wrong_reports = WrongReports()
         self.report_count = 0
         """Reports that were applied since the process started, heartbeats included."""
 
@@ -209,6 +236,13 @@ class ReportService(pb_grpc.ReportServiceServicer):
     async def _clear_wrong(self, report: pb.ReportRequest) -> None:
         """Has all instances drop chunks that an audit at one of them has found wrong."""
         if self._clears is None:
+            return
+        if not self._wrong_reports.admits(report.instance_id, time.monotonic()):
+            self._log.warning(
+                "instance %s has reported wrong chunks %d times in a minute: the next ones are not dropped elsewhere",
+                report.instance_id,
+                MAX_WRONG_REPORTS,
+            )
             return
         try:
             operation = await self._clears.start_wrong(report.wrong_keys)

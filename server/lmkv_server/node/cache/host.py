@@ -8,6 +8,7 @@ Chunks that an earlier process left in the pool are reserved at their offset, ve
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from lmkv.errors import GrantNotFound
 from lmkv.keys import ChunkKey
+from lmkv.kv_inputs import KvInputs
 from lmkv.misses import MissReason
 from lmkv.tiers import HOST
 from lmkv_server.node.cache.allocator import FreeList, align
@@ -56,6 +58,23 @@ class Reservation:
     generation: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """The way by which chunks came into the pool. Many chunks share one."""
+
+    tier: str = ""
+    """The tier that they were read from; empty if an engine of this node has stored them."""
+    channel: str = ""
+    """The channel by which they were transferred, if they were."""
+    peer_id: str = ""
+    """The instance that they came from; empty if it was none."""
+    writers: Sequence[KvInputs] = ()
+    """The inputs of the engine that has stored them; or of engines that may have; empty if none is known."""
+
+
+UNKNOWN_ORIGIN = Origin()
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Chunk:
     """A chunk and where its bytes are."""
@@ -80,6 +99,10 @@ class Chunk:
     """`lmkv.keys.prefix_digests` of a chunk in which prompts end, if they are known; else empty."""
     owner: bytes = b""
     """Whose quota it takes: the root of its key chain; empty: no one's."""
+    origin: Origin = UNKNOWN_ORIGIN
+    """The way by which it came into the pool."""
+    arrived_at: float = field(default_factory=time.monotonic)
+    """When it came, on the clock of `time.monotonic`."""
     dropped: bool = False
     """Whether it left the index, and only its holds keep the bytes."""
     extent_bytes: int = field(init=False)

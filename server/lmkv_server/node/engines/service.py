@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
 from contextvars import copy_context
 from typing import Any, TypeVar
 
 from lmkv.errors import BadMessage, ConfigConflict, ModelNotFound
 from lmkv.keys import listed_keys
+from lmkv.kv_inputs import KvInputs
 from lmkv.misses import MissReason
 from lmkv.prompt import Prompt
 from lmkv.runtime.places import requester
@@ -32,6 +35,10 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M")
 
 HELLO_TIMEOUT_SECONDS = 5.0
+MAX_AUDIT_SECONDS = 3600.0
+"""Longest time for which a call has every hit audited."""
+LAST_COMPARISONS_SECONDS = 2.0
+"""Time after it in which comparisons that have begun are still reported."""
 UNARY_LOAD_TIMEOUT_SECONDS = 30.0
 
 
@@ -62,6 +69,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             audits=audits,
         )
         self._host = host
+        self._audits = audits
         self._sessions = sessions
         self._stack = stack
         self._buffers = stack.buffers
@@ -114,7 +122,8 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self._check_config(hello.engine_id, dict(hello.expected_config))
         spec = KvSpec.from_proto(hello.spec)
         served = served_models(hello.served_models, spec)
-        session = self._sessions.attach(hello.engine_id, spec, max(1, hello.worker_count))
+        inputs = KvInputs.from_proto(hello.kv_inputs)
+        session = self._sessions.attach(hello.engine_id, spec, max(1, hello.worker_count), inputs=inputs)
         self._sessions.served.announce(session.engine_id, served)
         self._context.forget_old_versions(spec)
         stream = EngineStream(self._context, session, wants_tier_changes=hello.wants_tier_changes)
@@ -218,6 +227,34 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         )
         held = self._stack.begin(prompt, self._stack.tier.size_bytes).result()
         return pb.LoadResponse(chunk_count=held.chunk_count, transferred_bytes=fetched.size_bytes)
+
+    async def Audit(self, request: pb.AuditRequest, context: Any) -> AsyncIterator[pb.AuditResponse]:
+        """Has the engines audit each hit for a time; the comparisons as they are made."""
+        seconds = request.duration.ToNanoseconds() / 1e9
+        if not 0 < seconds <= MAX_AUDIT_SECONDS:
+            raise BadMessage(f"duration must be positive and at most {MAX_AUDIT_SECONDS:.0f} s", field="duration")
+        if request.chunk_count < 0:
+            raise BadMessage("chunk_count is negative", field="chunk_count")
+        left, ends_at = request.chunk_count, time.monotonic() + seconds + LAST_COMPARISONS_SECONDS
+        try:
+            with self._audits.watched() as watch, suppress(TimeoutError):
+                self._audit_hits(seconds)
+                yield pb.AuditResponse(engine_count=len(self._streams))
+                while left > 0 or not request.chunk_count:
+                    report = await asyncio.wait_for(watch.reports.get(), ends_at - time.monotonic())
+                    left -= report.audited.chunk_count
+                    yield pb.AuditResponse(
+                        engine_count=len(self._streams), audited=report.audited, record=report.record
+                    )
+        finally:
+            if not self._audits.is_watched:
+                self._audit_hits(0)
+
+    def _audit_hits(self, seconds: float) -> None:
+        event = pb.Event(audit_hits=pb.AuditHits())
+        event.audit_hits.duration.FromNanoseconds(int(seconds * 1e9))
+        for stream in self._streams:
+            stream.outbox.put(event)
 
     def _prompt(self, request: pb.EngineServiceLookupRequest | pb.LoadRequest) -> Prompt:
         return Prompt(self._spec(request.fingerprint), listed_keys(request.chunk_keys))

@@ -323,6 +323,7 @@ class EngineStream:
                 parent=parent,
                 prefix_digests=commit.prefix_digests,
                 owner=owner,
+                origin=self._session.origin,
             )
             self._session.commit(written, part=commit.part, superseded=superseded)
         except LmkvError as error:
@@ -334,7 +335,7 @@ class EngineStream:
         logger.warning("engine %s found %d chunks damaged; they are dropped", self._session.engine_id, dropped_count)
 
     def _audited(self, audited: pb.AuditedChunks) -> None:
-        self._context.audits.note(self._session.spec, audited.chunk_count, split_keys(audited.wrong_keys))
+        self._context.audits.note(self._session, audited)
 
     def _return_credits(self, returned: pb.ReturnCredits) -> None:
         for offset in returned.offsets:

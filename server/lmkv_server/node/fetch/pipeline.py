@@ -20,7 +20,7 @@ from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
 from lmkv.transfer import Channels, Copy
 from lmkv_kernels import checksum
-from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
+from lmkv_server.node.cache.host import UNKNOWN_ORIGIN, Chunk, HostTier, Reservation
 from lmkv_server.node.peers.connection import PeerChunk, PeerConnection
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ class PendingWrites:
         """`tier` has the extents: the node's tier, or that of a device buffer. `quarantine` has this while
         `is_quarantined`."""
         self.chunks: list[IncomingChunk] = []
+        self.peer: PeerConnection | None = None
+        """The peer whose chunks are read, once that has begun."""
         self._tier = tier
         self._quarantine = quarantine if quarantine is not None else set()
         self._open: dict[int, Reservation] = {}  # by offset: neither committed nor released
@@ -82,6 +84,7 @@ class PendingWrites:
             token_count=remote.token_count,
             parent=parent,
             prefix_digests=remote.prefix_digests,
+            origin=self.peer.origin(fingerprint) if self.peer else UNKNOWN_ORIGIN,
         )
         return self._tier.commit(intact) or self._tier.get(key)
 
@@ -276,6 +279,7 @@ class TransferPipeline:
 
         Raises `Unreachable`.
         """
+        writes.peer = connection
         copies = [
             Copy(
                 remote_address=chunk.remote.address,

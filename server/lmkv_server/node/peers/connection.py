@@ -19,14 +19,17 @@ from lmkv import rpc
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import BadMessage, ChannelUnsupported, Full, KvSpecMismatch, LmkvError, SessionNotFound, Unreachable
 from lmkv.keys import KEY_BYTES, ChunkKey, check_prefix_digests
+from lmkv.kv_inputs import MAX_WRITERS, KvInputs
 from lmkv.runtime.places import Places, most_of, requester
 from lmkv.spec import KvSpec
+from lmkv.tiers import PEERS
 from lmkv.transfer import Channels
 from lmkv.transfer.bandwidth import Bandwidth
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_server.node.cache.host import Origin
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +76,8 @@ class PeerConnection:
         """The metadata by which an engine's workers read its memory by NIXL, once connected for that; else empty."""
         self.bandwidth = Bandwidth()
         """Measured by reads from it."""
+        self._origins: dict[bytes, Origin] = {}
+        """The origin of chunks that are read from it, by the fingerprint of their spec."""
         self._session_id = ""
         self._is_nixl_connected = False
         self._own_instance_id = instance_id
@@ -150,9 +155,19 @@ class PeerConnection:
                 logger.debug("cannot read from %s by channel %s: %s", self.name, response.channel, error)
         logger.info("reading from %s by channel %s", self.name, response.channel)
         self.channel = response.channel
+        self._origins[spec.fingerprint] = Origin(
+            tier=PEERS,
+            channel=response.channel,
+            peer_id=self.instance_id,
+            writers=[KvInputs.from_proto(one) for one in response.kv_inputs[:MAX_WRITERS]],
+        )
         self.regions = tuple(response.regions)
         self._connected.add(spec.fingerprint)
         self.on_connected(spec)
+
+    def origin(self, fingerprint: bytes) -> Origin:
+        """The origin of chunks of a spec that are read from it."""
+        return self._origins.get(fingerprint) or Origin(tier=PEERS, channel=self.channel, peer_id=self.instance_id)
 
     async def compare_specs(self, spec: KvSpec, timeout_seconds: float) -> None:
         """Ensures that the peer shares chunks of this spec, before a handoff to it."""

@@ -191,10 +191,12 @@ class PeerService(pb_grpc.PeerServiceServicer):
             self._check_epoch(request.peer_epoch, request.peer_instance_id)
         if not 0 < len(request.instance_id.encode()) <= MAX_ID_BYTES or not request.instance_id.isprintable():
             raise BadMessage(f"instance_id must have 1 to {MAX_ID_BYTES} bytes, all printable", field="instance_id")
-        self._check_spec(KvSpec.from_proto(request.spec))
+        spec = KvSpec.from_proto(request.spec)
+        self._check_spec(spec)
         channel = await self._channels.offer(request.channels) if request.channels else None
         session = self.sessions.open(caller_identity(context), request.instance_id, request.epoch, request.session_id)
         response = pb.InitResponse(instance_id=self._instance_id, epoch=self._epoch, session_id=session.session_id)
+        response.kv_inputs.extend(writer.to_proto() for writer in self._engines.writers(spec.fingerprint))
         if channel:
             self._linger()
             response.channel, response.channel_metadata = channel.name, channel.metadata_for(session.reader)

@@ -17,7 +17,7 @@ from lmkv.prompt import parent_of
 from lmkv.spec import ALL, KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
+from lmkv_server.node.cache.host import Chunk, HostTier, Origin, Reservation
 
 if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
@@ -106,6 +106,8 @@ class EngineSession:
         self.credit_limit = credit_limit
         self.worker_count = worker_count
         self.attached = True
+        self.origin = Origin()
+        """That of the chunks that it stores."""
         self.workers: Counter[int] = Counter()
         """Connections by rank that have the pool mapped; a worker that connects again has two for a moment."""
         self._tier = tier

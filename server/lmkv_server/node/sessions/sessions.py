@@ -8,14 +8,15 @@ engine keeps its grants, which are bounded.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lmkv.errors import BadKvSpec, BadMessage, EngineNotFound
+from lmkv.kv_inputs import MAX_WRITERS, NO_INPUTS, KvInputs
 from lmkv.spec import MAX_SERVED_MODELS, MAX_SPECS, KvSpec, ServedModel
 from lmkv.units import format_bytes
 from lmkv_server.node.cache.events import PartialChunks
-from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.host import HostTier, Origin
 from lmkv_server.node.sessions.session import EngineSession
 
 
@@ -83,6 +84,8 @@ class EngineSessions:
         self._partial_chunks = PartialChunks() if partial_chunks is None else partial_chunks
         self._sessions: dict[str, EngineSession] = {}
         self._specs: dict[bytes, KvSpec] = {}
+        self._writers: dict[bytes, list[KvInputs]] = {}
+        """The inputs of engines by the fingerprint of their spec, the latest first."""
         self.on_take_over: Callable[[], None] = lambda: None
         """Called when a spec is served without an engine of it."""
         self.served = ServedModels()
@@ -107,6 +110,10 @@ class EngineSessions:
         """The spec of this fingerprint, if an engine of it has attached."""
         return self._specs.get(fingerprint)
 
+    def writers(self, fingerprint: bytes) -> Sequence[KvInputs]:
+        """The inputs of engines that have attached with this spec, the latest first; at most `MAX_WRITERS`."""
+        return self._writers.get(fingerprint, ())
+
     def attached(self, fingerprint: bytes) -> list[EngineSession]:
         """The sessions with this spec whose stream is alive."""
         sessions = self._sessions.values()
@@ -119,8 +126,13 @@ class EngineSessions:
             raise EngineNotFound(f"engine {engine_id!r} is not attached", engine_id=engine_id)
         return session
 
-    def attach(self, engine_id: str, spec: KvSpec, worker_count: int = 1) -> EngineSession:
-        """Begins a session. Raises `BadMessage` if the id is in use, `BadKvSpec` if not even two chunks fit."""
+    def attach(
+        self, engine_id: str, spec: KvSpec, worker_count: int = 1, *, inputs: KvInputs = NO_INPUTS
+    ) -> EngineSession:
+        """Begins a session of an engine with these inputs of its KV.
+
+        Raises `BadMessage` if the id is in use, `BadKvSpec` if not even two chunks fit.
+        """
         if not engine_id or engine_id in self._sessions:
             raise BadMessage(f"engine_id {engine_id!r} is empty or in use", engine_id=engine_id)
         capacity = self._tier.size_bytes // spec.chunk_bytes
@@ -132,8 +144,10 @@ class EngineSessions:
             )
         limit = max(1, min(MAX_CREDITS, capacity // CREDIT_SHARE))
         session = EngineSession(engine_id, spec, self._tier, limit, worker_count=worker_count)
+        session.origin = Origin(writers=(inputs,) if inputs else ())
         self._sessions[engine_id] = session
         self._add_spec(spec)
+        self._add_writer(session)
         return session
 
     def take_over(self, spec: KvSpec) -> bool:
@@ -154,6 +168,7 @@ class EngineSessions:
         session.spec = replace(session.spec, weight_version=weight_version)
         self.served.move(session.engine_id, session.spec.fingerprint)
         self._add_spec(session.spec)
+        self._add_writer(session)
 
     def drop_old_versions(self, spec: KvSpec) -> list[KvSpec]:
         """Drops specs that differ from this one in the version of the weights alone and that no engine has, and returns
@@ -169,6 +184,7 @@ class EngineSessions:
         dropped = [one for one in old if one.is_private] + named[: max(0, len(named) - KEPT_VERSIONS)]
         for one in dropped:
             del self._specs[one.fingerprint]
+            self._writers.pop(one.fingerprint, None)
             self._partial_chunks.remove_spec(one.fingerprint)
         return dropped
 
@@ -196,11 +212,17 @@ class EngineSessions:
         if len(self._specs) > MAX_SPECS:
             self._drop_oldest_spec()
 
+    def _add_writer(self, session: EngineSession) -> None:
+        known = self._writers.get(session.spec.fingerprint, [])
+        new = list(session.origin.writers)
+        self._writers[session.spec.fingerprint] = [*new, *(one for one in known if one not in new)][:MAX_WRITERS]
+
     def _drop_oldest_spec(self) -> None:
         """Drops the oldest spec that no engine has; its chunks can be found again once an engine of it attaches."""
         in_use = {session.spec.fingerprint for session in self._sessions.values()}
         oldest = next((one for one in self._specs if one not in in_use), next(iter(self._specs)))
         del self._specs[oldest]
+        self._writers.pop(oldest, None)
         self._partial_chunks.remove_spec(oldest)
 
     def _revoke_if_gone(self, session: EngineSession) -> None:

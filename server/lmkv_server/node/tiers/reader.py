@@ -21,7 +21,7 @@ from lmkv.telemetry.logs import LimitedLogger
 from lmkv.transfer.bandwidth import Bandwidth
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.build import HostCache
-from lmkv_server.node.cache.host import Chunk, Reservation
+from lmkv_server.node.cache.host import Chunk, Origin, Reservation
 from lmkv_server.node.tiers.backend import Backend, C
 from lmkv_server.node.tiers.base import TierStats
 from lmkv_server.node.tiers.encryption_header import ChunkDescription
@@ -191,6 +191,7 @@ class TierReader(Generic[C]):
             parent=header.parent,
             prefix_digests=chunk.prefix_digests,
             owner=chunk.owner,
+            origin=Origin(tier=backend.health.name),
         )
         return self._tier.commit(intact) or self._tier.get(chunk.key)
 

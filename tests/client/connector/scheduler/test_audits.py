@@ -117,6 +117,66 @@ def test_hits_of_several_parts_are_computed_as_a_whole_unless_they_have_states(
     engine.check_nothing_is_left()
 
 
+# ---- audits that are asked for
+
+
+def test_a_request_has_its_prompt_audited_and_the_next_one_says_how_it_was(make_engine: MakeEngine) -> None:
+    """Whatever `audit_rate` is, and without vLLM's own pages if the request does not read them."""
+    engine = filled(make_engine(audit_rate=0, rank_count=2), PROMPT)
+    params = {"lmkv": {"audit": "first"}}
+    forget_pages(engine)
+    assert engine.serve("a", PROMPT, output=4, transfer=params) == COLD + 2
+    engine.settle()
+    assert outcomes(engine) == {"equal": FULL_COUNT}
+    forget_pages(engine)
+    assert engine.serve("b", PROMPT, output=4, transfer=params) == HIT + 2, "the audit is made once"
+    report = engine.transfer_params["b"]["lmkv"]["audit"]
+    assert report["outcomes"] == {"equal": FULL_COUNT}
+    assert report["pending_count"] == 0
+    assert report["skipped"] == {"shorter than a chunk": 1}
+    assert {layer["mean"] for layer in report["layers"]} == {0}
+    engine.settle()
+    engine.check_nothing_is_left()
+
+
+def test_an_audit_that_is_asked_for_confirms_what_is_suspect(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(audit_rate=0), PROMPT)
+    falsify(engine, FULL_COUNT - 1)
+    wrong = list(engine.node.chunks)[FULL_COUNT - 1]
+    params = {"lmkv": {"audit": "mine"}}
+    for name in ("a", "b", "c"):
+        forget_pages(engine)
+        if name == "c":
+            engine.node.evict()
+        engine.serve(name, PROMPT, output=4, transfer=params)
+        engine.settle()
+    report = engine.transfer_params["c"]["lmkv"]["audit"]
+    assert report["outcomes"] == {"equal": 2 * (FULL_COUNT - 1), "suspect": 1, "wrong": 1}
+    assert report["wrong_keys"] == [wrong.hex()]
+    assert max(layer["most"] for layer in report["layers"]) > 0.01
+    assert all(audited.chunk.is_requested for audited in engine.node.audits)
+    engine.check_nothing_is_left()
+
+
+def test_every_hit_is_audited_while_the_node_wants_it(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(audit_rate=0), PROMPT)
+    engine.node.have_hits_audited(seconds=600)
+    assert serve_again(engine, "a") == HIT + CHUNK + 2
+    engine.node.have_hits_audited(seconds=0)
+    assert serve_again(engine, "b") == HIT + 2
+    assert outcomes(engine) == {"equal": 1}
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("audit", ["", "a" * 257, "line\nend", 7, None])
+def test_a_malformed_name_of_an_audit_asks_for_none(make_engine: MakeEngine, audit: object) -> None:
+    engine = filled(make_engine(audit_rate=0), PROMPT)
+    forget_pages(engine)
+    assert engine.serve("a", PROMPT, output=4, transfer={"lmkv": {"audit": audit}}) == HIT + 2
+    engine.settle()
+    assert outcomes(engine) == {}
+
+
 # ---- judging
 
 
@@ -129,6 +189,9 @@ def test_a_wrong_chunk_is_suspect_first_and_wrong_when_it_differs_again(make_eng
     assert outcomes(engine) == {"suspect": 1, "equal": 2, "wrong": 1}
     reported = [audited for audited in engine.node.audits if audited.wrong_keys]
     assert [audited.wrong_keys for audited in reported] == [list(engine.node.chunks)[FULL_COUNT - 1]]
+    (wrong,) = reported
+    assert (wrong.chunk.first_token, wrong.chunk.token_count, wrong.chunk.tier) == (2 * CHUNK, CHUNK, "own")
+    assert [layer.mean > 0 for layer in wrong.chunk.layers] == [True] * len(wrong.chunk.layers)
     assert sum(audited.chunk_count for audited in engine.node.audits) == 4
     engine.check_nothing_is_left()
 
