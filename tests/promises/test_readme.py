@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shlex
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -133,34 +135,66 @@ def in_containers(page: Path) -> list[list[str]]:
     return found
 
 
+def rendered(root: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
+    """What Helm makes of the values, which must be as the schema says."""
+    with helm_python.Chart.load(root / "helm/lmkv") as chart:
+        chart.validate_schema(values)
+        files = chart.render(values, name="lmkv", namespace="lmkv")
+    return [one for path in files if path.endswith(".yaml") for one in yaml.safe_load_all(files[path]) if one]
+
+
+def forwardable(manifests: Sequence[dict[str, Any]]) -> dict[str, set[str]]:
+    """The ports of all services, and of the pods of stateful sets, by the name that `kubectl port-forward` takes."""
+    found: dict[str, set[str]] = {}
+    for one in manifests:
+        name, spec = one["metadata"]["name"], one.get("spec", {})
+        if one["kind"] == "Service":
+            found[f"service/{name}"] = {str(port["port"]) for port in spec["ports"]}
+        if one["kind"] == "StatefulSet":
+            containers = spec["template"]["spec"]["containers"]
+            ports = {str(port["containerPort"]) for each in containers for port in each.get("ports", ())}
+            found |= {f"pod/{name}-{number}": ports for number in range(spec["replicas"])}
+    return found
+
+
+def check_forwards(page: Path, manifests: Sequence[dict[str, Any]]) -> None:
+    """Every `kubectl port-forward` of the page names what there is, and `lmkv bench` calls ports that are forwarded."""
+    there, local = forwardable(manifests), set()
+    for words in (words for words in command_lines(page, "kubectl") if "port-forward" in words):
+        name, *ports = [word for word in words[words.index("port-forward") + 1 :] if word != "&"]
+        assert {port.rpartition(":")[2] for port in ports} <= there[name]
+        local |= {port.partition(":")[0] for port in ports}
+    (bench,) = [
+        line for block in bash_blocks(page) if "port-forward" in str(block) for line in block if " bench " in line
+    ]
+    assert set(re.findall(r"localhost:(\d+)", bench)) <= local
+
+
 def test_the_chart_takes_the_values_of_the_page_and_makes_what_is_forwarded(root: Path) -> None:
     page = root / "docs/get-started/kubernetes.md"
     (block,) = re.findall(r"^```yaml\n# values.yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    with helm_python.Chart.load(root / "helm/lmkv") as chart:
-        chart.validate_schema(yaml.safe_load(block))
-        rendered = chart.render(yaml.safe_load(block), name="lmkv", namespace="lmkv")
-    files = [text for path, text in rendered.items() if path.endswith(".yaml")]
-    manifests = [one for text in files for one in yaml.safe_load_all(text) if one]
-    services = {
-        one["metadata"]["name"]: {str(port["port"]) for port in one["spec"]["ports"]}
-        for one in manifests
-        if one["kind"] == "Service"
-    }
-    forwarded = [words for words in command_lines(page, "kubectl") if "port-forward" in words]
-    assert len(forwarded) == 2
-    for words in forwarded:
-        name, *ports = words[words.index("port-forward") + 1 :]
-        assert set(ports) - {"&"} <= services[name.removeprefix("service/")]
+    check_forwards(page, rendered(root, yaml.safe_load(block)))
+    values = yaml.safe_load((root / "helm/lmkv/values.yaml").read_text())
     lines = command_lines(page, "helm") + command_lines(root / "README.md", "helm")
     for words in (words for words in lines if len(words) > 2):
         assert words[1] in ("install", "upgrade", "test", "uninstall")
         assert words[2] == "lmkv"
-        sets = [word for flag, word in itertools.pairwise(words) if flag == "--set"]
+        sets = [word for flag, word in itertools.pairwise(words) if flag.startswith("--set")]
         for name, _, _ in (word.partition("=") for word in sets):
-            values = yaml.safe_load((root / "helm/lmkv/values.yaml").read_text())
+            place = values
             for part in name.split("."):
-                assert part in values, name
-                values = values[part]
+                assert part in place, name
+                place = place[part]
+
+
+def test_the_readmes_chart_has_the_engines_that_its_benchmark_calls(root: Path) -> None:
+    (install,) = [words for words in command_lines(root / "README.md", "helm") if words[1] == "install"]
+    given = dict(itertools.pairwise(install))
+    path, _, text = given["--set-json"].partition("=")
+    assert path == "engines.groups"
+    _, _, registry = given["--set"].partition("image.registry=")
+    values = {"image": {"registry": registry}, "engines": {"groups": json.loads(text)}}
+    check_forwards(root / "README.md", rendered(root, values))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -29,13 +29,16 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if str(action.metavar).startswith("INSTANCE"):
             vars(action)["completer"] = _complete_instances
-    parser.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="the coordinator (default: coordinator_address of the configuration, else 127.0.0.1:9000)",
-    )
+    _add_coordinator(parser, "the coordinator (default: coordinator_address of the configuration, else 127.0.0.1:9000)")
     parser.add_argument("--config", metavar="FILE", help="YAML file to read (default: $LMKV_CONFIG_FILE)")
     parser.add_argument("--json", action="store_true", help="print JSON with the field names of the API")
+
+
+def _add_coordinator(parser: argparse.ArgumentParser, help_: str) -> None:
+    """Adds `--coordinator`. What people type instead means the same, but is not listed."""
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help=help_)
+    guesses = ("--coordinator-address", "--address", "--server")
+    parser.add_argument(*guesses, dest="coordinator", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def _complete_instances(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
@@ -521,7 +524,7 @@ def doctor(parser: argparse.ArgumentParser) -> None:
         help="what the host is to run: engines and their node, or a coordinator (default: engine)",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file to check (default: $LMKV_CONFIG_FILE)")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="the coordinator, whatever the configuration says")
+    _add_coordinator(parser, "the coordinator, whatever the configuration says")
     parser.add_argument(
         "--fleet",
         action="store_true",

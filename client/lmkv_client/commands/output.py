@@ -83,7 +83,8 @@ class Items(str):
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints a table: with a frame on a terminal, else as aligned columns for other programs.
 
-    Cells that do not fit are folded, never cut: people copy addresses and ids from them.
+    On a terminal that is too narrow, each row becomes lines of a heading and its cell, without empty cells. Cells are
+    never cut: people copy addresses and ids from them.
     """
     if not sys.stdout.isatty():
         print("\n".join(align(columns, rows)))
@@ -92,17 +93,30 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    cells = [
+        [
+            safe_text(cell, MAX_CELL_CHARACTERS).replace(", ", "\n" if isinstance(column, Items) else ", ")
+            for column, cell in zip(columns, row, strict=True)
+        ]
+        for row in rows
+    ]
+    console = Console()
+    texts = [[Text(cell) for cell in row] for row in cells]  # no markup, no emoji: `[::1:2:3]`
     table = Table()
     for column in columns:
         table.add_column(column, justify="right" if isinstance(column, Number) else "left", overflow="fold")
-    for row in rows:
-        cells = [safe_text(cell, MAX_CELL_CHARACTERS) for cell in row]
-        cells = [
-            cell.replace(", ", "\n") if isinstance(column, Items) else cell
-            for column, cell in zip(columns, cells, strict=True)
-        ]
-        table.add_row(*map(Text, cells))  # no markup, no emoji: `[::1:2:3]`
-    Console().print(table, markup=False)
+    for row in texts:
+        table.add_row(*row)
+    if console.measure(table, options=console.options.update(width=MAX_CELL_CHARACTERS)).maximum > console.width:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for row in texts:
+            for column, text in zip(columns, row, strict=True):
+                if text:
+                    table.add_row(column, text)
+            table.add_row()
+    console.print(table, markup=False)
 
 
 def align(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:

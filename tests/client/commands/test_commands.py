@@ -134,6 +134,17 @@ async def test_the_sdk_lists_all_pages(coordinator: CannedCoordinator) -> None:
         assert await client.instances() == coordinator.instances
 
 
+@pytest.mark.parametrize("flag", ["--coordinator", "--coordinator-address", "--address", "--server"])
+async def test_the_coordinator_is_named_by_what_people_guess(
+    coordinator: CannedCoordinator, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    address = coordinator.address
+    monkeypatch.setenv("LMKV_COORDINATOR_ADDRESS", "127.0.0.1:1")
+    arguments = ["lookup", "--tokens", "1,2", flag, address]
+    assert await asyncio.to_thread(cli.main, arguments, {"lookup": lambda: flags.lookup}) == 0
+    assert len(coordinator.asked) == 1
+
+
 async def test_lookup_shows_a_line_per_run(coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]) -> None:
     coordinator.response = LookupResponse(
         is_complete=True,

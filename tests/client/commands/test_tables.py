@@ -8,7 +8,7 @@ import pkgutil
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
 
 import lmkv_client.commands
+from lmkv.misses import ADVICE, MissReason
 from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import (
     DrainProgress,
@@ -161,16 +162,37 @@ def test_ids_are_shortened_in_the_middle(text: str, width: int, short: str) -> N
     assert shorten(text, width) == short
 
 
-def test_cells_are_never_cut_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
-    screen = io.StringIO()
-    monkeypatch.setattr(screen, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdout", screen)
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], io.StringIO]:
+    """Makes standard output a terminal with so many columns; answers what is printed there."""
+
+    def make(width: int) -> io.StringIO:
+        screen = io.StringIO()
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setattr(screen, "isatty", lambda: True)
+        monkeypatch.setattr(sys, "stdout", screen)
+        return screen
+
+    return make
+
+
+def test_cells_are_never_cut_on_a_narrow_terminal(narrow: Callable[[int], io.StringIO]) -> None:
+    screen = narrow(30)
     address = "[2001:db8::1234:5678]:7000"
-    print_table(("INSTANCE", "PEER"), [("a-long-name-of-an-instance", address)])
-    lines = [line.split("│")[1:3] for line in screen.getvalue().splitlines() if line.startswith("│")]
-    words = ["".join(part.strip() for part in column) for column in zip(*lines, strict=True)]
-    assert words == ["a-long-name-of-an-instance", address]
+    print_table(("INSTANCE", "PEER", "NOTE"), [("a-long-name-of-an-instance", address, "")])
+    assert "".join(screen.getvalue().split()) == f"INSTANCEa-long-name-of-an-instancePEER{address}"
+
+
+@pytest.mark.parametrize("reason", MissReason)
+def test_what_explain_shows_fits_80_columns_line_by_line(
+    narrow: Callable[[int], io.StringIO], reason: MissReason
+) -> None:
+    screen = narrow(80)
+    missing = (f"{reason} (disk)", "start of the node, 5 min ago", ADVICE[reason])
+    row = ("cmpl-0123456789abcdef0123456789abcdef", "engine-1", "512-12856", "", *missing)
+    print_table(prompts.REQUEST_COLUMNS, [row])
+    cells = [line.split("  ", 1)[1].strip() for line in screen.getvalue().splitlines() if line.strip()]
+    assert cells == [cell for cell in row if cell]
 
 
 def test_the_longest_word_is_shortened_first() -> None:
