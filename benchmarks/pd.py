@@ -168,7 +168,7 @@ def ask_all(systems: Mapping[str, System], prompt: Sequence[int], token_count: i
 def step_seconds(system: System, prompt: Sequence[int], answer: TimedResponse, token_count: int) -> float:
     """TTFT at the decode engine of prompt and first token, when it has the whole prompt in its pages.
 
-    The engine goes on as it did: where processors are few, its next step delays a token on the way to the client.
+    The engine continues as it did: where processors are few, its next step delays a token on the way to the client.
     """
     seconds = []
     with thawed([system.decode] if system.is_frozen else []):

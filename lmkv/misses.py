@@ -51,7 +51,7 @@ ADVICE: Mapping[MissReason, str] = {
     MissReason.CLEARED: "find the reset or the clear: engine's log, lmkv ops",
     MissReason.DROPPED: "find the move or the clear: lmkv ops",
     MissReason.DAMAGED: "check the host's memory and disks; the node's log names chunks",
-    MissReason.TIER_DOWN: "repair the folder, store or coordinator that the node's log names",
+    MissReason.TIER_DOWN: "repair the folder, store or coordinator: the node's log names it",
     MissReason.PEER_UNREACHABLE: "check the network between instances: p2p_host, p2p_port",
     MissReason.SLOWER: "nothing; refuse_slow_fetches: false loads it anyway",
     MissReason.BELOW_MINIMUM: "lower min_retrieve_tokens or min_fetch_tokens",

@@ -455,7 +455,7 @@ class Sessions(Engines):
         try:
             await asyncio.shield(using)
         finally:
-            await asyncio.wait([using])  # its thread goes on when nobody waits for it any more
+            await asyncio.wait([using])  # its thread continues when it is not waited for any more
 
     def _use(self) -> None:
         keys = chunk_keys(0, 1, 2)

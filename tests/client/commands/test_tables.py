@@ -164,7 +164,7 @@ def test_ids_are_shortened_in_the_middle(text: str, width: int, short: str) -> N
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], io.StringIO]:
-    """Makes standard output a terminal with so many columns; answers what is printed there."""
+    """Makes standard output a terminal of some width; answers what is printed there."""
 
     def make(width: int) -> io.StringIO:
         screen = io.StringIO()
