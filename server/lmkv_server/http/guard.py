@@ -149,7 +149,7 @@ async def read_body(request: Request, lease: Lease, max_bytes: int, setting: str
 
 
 def check_values(body: JsonText) -> None:
-    """Raises `BodyTooLarge` if a body takes too long to decode, as far as it has arrived."""
+    """Raises `BodyTooLarge` if a body that has arrived in part would take too long to decode."""
     if body.has_too_many_values:
         raise BodyTooLarge(
             f"more than {MAX_JSON_VALUES} values, or more than {MAX_JSON_OBJECTS} objects, lists and texts"

@@ -26,7 +26,7 @@ from lmkv_server.node.tiers.remote.tree import REFUSED, FolderTree
 STEP_BYTES = 4 << 20
 """Bytes that one call reads or writes; between two the deadline is checked."""
 _NAME = re.compile(r"(?P<folder>[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*)/(?P<key>[0-9a-f]{32})")
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # nobody writes to a pipe in its place
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place has no writer
 
 
 class FolderStore:
