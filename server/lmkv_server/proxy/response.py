@@ -60,8 +60,6 @@ class TokenCounter:
         if event.startswith(b"event:"):
             name = event.partition(b"\n")[0].strip()
             return int(name.endswith(b"delta") and not name.endswith(b"message_delta"))
-        if b'"choices"' not in event:
-            return 0
         try:
             event_content = _decode(data_of(event))
         except (msgspec.DecodeError, UnicodeDecodeError):  # it is forwarded nevertheless

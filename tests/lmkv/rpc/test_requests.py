@@ -1,4 +1,4 @@
-"""Page tokens go round, and nothing else passes for one."""
+"""Requests are messages that can be decoded; page tokens go round, and nothing else passes for one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import base64
 
 import pytest
 
-from lmkv.errors import BadPageToken
+from lmkv.errors import BadMessage, BadPageToken
 from lmkv.rpc.requests import (
     DEFAULT_PAGE_SIZE,
     MAX_PAGE_SIZE,
+    checked,
     page_limit,
     page_token,
     read_page_token,
 )
+from lmkv.v1.cache_service_pb2 import LookupRequest
 
 
 @pytest.mark.parametrize("last", ["a", "lmkv-1", "größe", ""])
@@ -36,6 +38,12 @@ def test_what_was_not_made_here_is_refused(token: str) -> None:
 def test_a_token_of_another_call_is_refused() -> None:
     with pytest.raises(BadPageToken):
         read_page_token("ListInstances", page_token("ListPins", "a"))
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"\x0a\x05abc", bytes(3)])
+def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
+    with pytest.raises(BadMessage, match="not a valid protobuf message"):
+        checked(data, LookupRequest.FromString)
 
 
 def test_page_sizes_are_bounded() -> None:

@@ -441,11 +441,11 @@ class WorkerSide:
             if self._pool is not pool:
                 return None
             remaining = self._used_at + IDLE_SECONDS - time.monotonic()
-            if remaining <= 0 and not self._running:
-                self._detach_pool()
-                self._drop_stores()
-                return None
-            return max(remaining, IDLE_SECONDS / 5)
+            if remaining > 0 or self._running:
+                return max(remaining, IDLE_SECONDS / 5)
+            self._detach_pool()
+            self._drop_stores()
+        return None
 
     def _begin_postponed(self) -> None:
         for running in self._running.values():

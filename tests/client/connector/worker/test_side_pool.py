@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,6 +149,32 @@ def test_a_load_that_runs_while_the_node_changes_reads_the_pool_that_it_began_wi
     assert worker.take_failed_blocks() == set()
     order = [page for pair in pages for page in pair]
     assert pages_equal(source, order, target, order)
+
+
+def test_a_load_that_is_checked_while_the_node_changes_keeps_the_pool_until_then(
+    serve: Serve, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, source, target = serve(), serve(), caches(1), caches(None)
+    stored(make_worker(source), old, {0: [3, 17]})
+    worker = make_worker(target)
+    step(worker, plan_of(old))
+    copies = worker._copies
+    assert copies
+    close_pool, is_closed = copies.close_pool, threading.Event()
+
+    def close(then: Callable[[], object]) -> None:
+        close_pool(then)
+        is_closed.set()
+
+    monkeypatch.setattr(copies, "close_pool", close)
+    worker._checker.submit(is_closed.wait, 0.3)  # the check comes after it
+    right = checksum(old.pool.buffer, 0, CHUNK_BYTES)
+    checks = [ExtentChecksum(offset=0, size_bytes=CHUNK_BYTES, checksum=right)]
+    step(worker, plan_of(old, loads=[load_of([chunk_copy(0, [9, 1])], checks=checks)]))
+    step(worker, plan_of(new))
+    finished(worker)
+    assert worker.take_failed_blocks() == set()
+    assert pages_equal(source, [3, 17], target, [9, 1])
 
 
 def test_without_steps_the_worker_lets_go_of_the_pool_of_a_node_that_has_exited(

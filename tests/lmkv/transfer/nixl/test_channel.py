@@ -96,6 +96,34 @@ def test_a_read_that_fails_releases_what_nixl_keeps_for_it() -> None:
     in_new_process(failing_reads, UCX_TLS="tcp")
 
 
+async def closed_while_it_reads() -> None:
+    memory = Memory()
+    channel: Any = await memory.open("nixl", "reader:1")
+    with tempfile.TemporaryDirectory() as folder, Owner("nixl", "owner:1", Path(folder)) as owner:
+        await channel.add_peer(owner.name, owner.metadata)
+        agent = channel._thread._agent
+        release, order = agent.release_xfer_handle, []
+
+        def released(handle: Any) -> None:
+            order.append("released")
+            release(handle)
+
+        agent.release_xfer_handle, agent.check_xfer_state = released, lambda _handle: "PROC"
+        agent.transfer = lambda _handle: "PROC"
+        reading = asyncio.create_task(
+            channel.read(owner.name, whole(owner, memory, 8 * MIB), 60.0, lambda: order.append("stopped"), GRANT_ID)
+        )
+        await eventually(lambda: channel._thread._reads)
+        await channel.aclose()
+        with pytest.raises(Unreachable, match="closed"):
+            await reading
+        assert order == ["released", "stopped"], "NIXL's handle keeps the connections, by which bytes still arrive"
+
+
+def test_a_channel_that_closes_releases_a_read_before_its_memory_may_be_used() -> None:
+    in_new_process(closed_while_it_reads, UCX_TLS="tcp")
+
+
 async def failed_thread() -> None:
     memory = Memory(MIB)
     channel: Any = await memory.open("nixl", "reader:1")

@@ -64,6 +64,19 @@ async def test_only_what_is_asked_for_and_not_here_yet_is_transferred(owner: Par
     taken.let_go()
 
 
+async def test_a_fetch_opens_the_session_again_that_the_holder_has_dropped(owner: Parts, reader: Parts) -> None:
+    for _ in range(3):
+        taken = Taken(reader)
+        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], LONG, taken)
+        assert (fetched.chunk_count, fetched.error) == (16, None)
+        taken.let_go()
+        reader.tier.drop(KEYS)
+        await no_grants(owner)
+        for own in list(owner.service.sessions._by_identity.values()):
+            for session in list(own.values()):
+                owner.service.sessions._drop(session)
+
+
 async def test_a_partial_chunk_keeps_its_token_count(owner: Parts, reader: Parts) -> None:
     owner.tier.drop([KEYS[15]])
     owner.put(KEYS[15], token_count=100)

@@ -110,10 +110,11 @@ async def test_a_request_that_waits_keeps_what_came_of_a_handoff_that_is_dropped
     for key in KEYS[:3]:
         prefill.put(key)
     ended = prefill.hand("r", "decode", KEYS)
-    following = asyncio.create_task(follow(decode, "r", KEYS))
+    following = asyncio.create_task(follow(decode, "r", KEYS, seconds=FOREVER))
     await until(lambda: len(decode.tier.find(KEYS[:3])) == 3)
     prefill.senders.drop("r", "decode")
-    taken = await following
+    async with asyncio.timeout(WAIT_SECONDS):
+        taken = await following
     assert taken.keys() == KEYS[:3]
     taken.let_go()
     await ended

@@ -83,6 +83,14 @@ async def test_a_pin_by_a_hint_is_listed_and_ends_by_its_id(fleet: TwoNodes, cac
     assert (gone.result.outcome, gone.result.chunk_count) == (chunk_pb2.HINT_OUTCOME_ACCEPTED, 3)
 
 
+async def test_a_retention_ends_with_its_time(fleet: TwoNodes, cache: Any) -> None:
+    await fleet.store([1, 2, 3])
+    ttl = Duration(nanos=10_000_000)
+    retained = await hint(cache, "holder", chunk_pb2.HINT_ACTION_RETAIN, [1, 2, 3], ttl=ttl, priority=5)
+    assert (retained.result.outcome, retained.result.chunk_count) == (chunk_pb2.HINT_OUTCOME_ACCEPTED, 3)
+    await until(lambda: not len(fleet.holder.hints.retentions), "no chunk is retained")
+
+
 async def test_an_order_that_a_coordinator_would_not_send_is_rejected(fleet: TwoNodes) -> None:
     hints, engines = fleet.holder.hints, fleet.holder.engines
     good: dict[str, Any] = {

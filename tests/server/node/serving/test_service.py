@@ -144,6 +144,13 @@ async def test_another_spec_of_the_same_model_is_refused_by_field_before_the_met
     }
 
 
+async def test_one_of_two_specs_of_a_model_is_enough_to_share(owner: Parts, stub: pb_grpc.PeerServiceAsyncStub) -> None:
+    other = replace(SMALL, kv_dtype="bfloat16")
+    owner.engines.attach("other-engine", other)
+    for spec in (SMALL, other):
+        assert (await stub.Init(introduction(owner, spec=spec.to_proto()), timeout=WAIT_SECONDS)).regions
+
+
 async def test_a_spec_of_a_model_that_is_not_here_is_no_mismatch(
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
 ) -> None:

@@ -13,7 +13,7 @@ from lmkv.errors import ConfigError, Unreachable
 from lmkv_client.demo.process import free_port as find_free_port
 from lmkv_server.node.tiers.base import Needs
 from lmkv_server.node.tiers.remote.s3 import S3Store
-from lmkv_server.node.tiers.remote.store import HEADER_BYTES, ROOT
+from lmkv_server.node.tiers.remote.store import HEADER_BYTES, ROOT, StoreRefused
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 from lmkv_server.node.tiers.remote.valkey import ValkeyStore
 from tests.server.node.cases import chunk_key, chunk_keys
@@ -280,6 +280,17 @@ async def test_a_store_that_refuses_what_it_is_asked_says_why(
         assert await host.count(0) == 0
     assert why in caplog.text
     assert caplog.text.count("continuing without it") == 1, "it says so once"
+
+
+def test_what_a_bucket_refuses_is_no_absent_chunk(s3: S3Server) -> None:
+    store, memory = s3.store("s3://nowhere"), memoryview(bytearray(CHUNK_BYTES))
+    with pytest.raises(StoreRefused):
+        store.open()
+    with pytest.raises(StoreRefused, match="NoSuchBucket"):
+        store.get(name_of(0), [memory])
+    with pytest.raises(StoreRefused, match="NoSuchBucket"):
+        store.put(name_of(0), [memory])
+    store.close()
 
 
 # ---- one that fails
