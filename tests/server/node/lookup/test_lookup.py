@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,7 @@ from lmkv.prompt import Prompt
 from lmkv.spec import ALL, KvSpec, PartItem
 from lmkv.v1.chunk_pb2 import PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
 from lmkv_server.node.cache.events import PartialChunks
-from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.lookup.lookup import PromptLookup
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Progress, Selection, TierStats
 from tests.server.node.cases import put
@@ -176,6 +176,30 @@ async def test_an_item_that_leaves_the_pool_during_the_lookup_is_not_offered() -
     lookup = begin(pool, HYBRID)
     await lookup.ask([Evicting("a", frozenset())])
     assert lookup.result().chunk_count == 2
+
+
+async def test_each_item_of_the_hit_in_the_pool_is_used_once() -> None:
+    pool = tier_with(GROUPS, GROUPS.items(3))
+    used: list[ChunkKey] = []
+
+    class Storing(ScriptedTier):
+        async def lookup(self, needs: Needs) -> Presence:
+            put(pool, PROMPT[3], GROUPS.chunk_bytes, fingerprint=GROUPS.fingerprint, token_count=GROUPS.chunk_size)
+            return await super().lookup(needs)
+
+    def use(chunks: Iterable[Chunk], absent: Sequence[ChunkKey] = ()) -> None:
+        used.extend(chunk.key for chunk in chunks)
+
+    pool.use = use  # type: ignore[method-assign]
+    lookup = begin(pool, GROUPS)
+    assert lookup.result(is_use=False).chunk_count == 3
+    assert used == []
+    assert lookup.result().chunk_count == 3
+    assert used == PROMPT[:3]
+    await lookup.ask([Storing("a", frozenset())])
+    for _ in range(2):
+        assert len(lookup.result().own) == 4
+        assert used == PROMPT[:4]
 
 
 async def test_a_chunk_of_another_spec_or_size_is_no_item() -> None:
