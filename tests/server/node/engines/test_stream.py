@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
+import pytest
+
+from lmkv.errors import BadMessage
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.audits import Audits
 from lmkv_server.node.cache.host import HostTier
@@ -54,3 +57,28 @@ async def test_acts_are_carried_out_in_the_order_of_the_list_and_others_have_the
     assert len(done) < len(names), "a message of any length does not stop the node"
     await carrying_out
     assert done == names
+
+
+async def test_credits_that_an_engine_returns_are_free_again_once() -> None:
+    stream = make_stream()
+    tier = stream._stack.tier
+    await stream.act([pb.Act(reserve=pb.ReserveCredits(counts=[3]))])
+    message = await stream.outbox.take()
+    assert message
+    offsets = [one.extent.offset for one in message.events[0].granted.credits]
+    assert tier.reserved_count == len(offsets) == 3
+    unknown = [offsets[0], 1 << 40]
+    await stream.act([pb.Act(return_credits=pb.ReturnCredits(offsets=[*offsets, *unknown]))])
+    assert tier.reserved_count == 0
+    tier.check()
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [0, 0, 5]])
+async def test_credits_for_parts_that_chunks_do_not_have_are_refused(counts: list[int]) -> None:
+    stream = make_stream()
+    with pytest.raises(BadMessage, match="have 1 parts"):
+        await stream.act([pb.Act(reserve=pb.ReserveCredits(counts=counts))])
+    lookup = pb.LookupChunks(lookup_id="r", chunk_keys=bytes(16), part_reserve_counts=counts)
+    with pytest.raises(BadMessage, match="have 1 parts"):
+        await stream.act([pb.Act(lookup=lookup)])
+    assert stream._stack.tier.reserved_count == 0

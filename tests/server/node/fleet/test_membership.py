@@ -67,6 +67,15 @@ async def test_the_first_node_learns_of_later_conflicts(coordinator: Coordinator
         await until(lambda: first.conflicts == [])
 
 
+async def test_an_instance_is_located_or_known_to_be_nowhere(coordinator: Coordinator) -> None:
+    async with Shelf("a").join(coordinator.address) as fleet:
+        await fleet.started()
+        found = await fleet.locate("a")
+        assert found
+        assert found.instance_id == "a"
+        assert await fleet.locate("nobody") is None
+
+
 # --- Lookups -----------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ TOKENS = list(range(100_000, 120_000))
 KEYS = keys_of(TOKENS, SPEC)
 BODY = json.dumps({"model": MODEL, "prompt": TOKENS, "max_tokens": 1}).encode()
 PARTS = split(BODY, 12)
+SHORT_END = [*split(BODY[:-1000], 12), BODY[-1000:]]
 
 
 @asynccontextmanager
@@ -74,14 +75,19 @@ async def test_the_engine_that_holds_the_prompt_is_picked_without_a_lookup_at_it
     assert front.metric("lmkv_picker_lookup_asked_tokens_total") == len(TOKENS)
 
 
-@pytest.mark.parametrize("held", [0, 9, 300])
+@pytest.mark.parametrize(("held", "parts"), [(0, PARTS), (9, PARTS), (300, PARTS), (9, SHORT_END)])
 async def test_a_prompt_that_ends_otherwise_than_what_is_held_is_not_looked_up_again(
-    coordinator: Coordinator, make: Make, make_engine: MakeEngine, make_picker: MakePicker, held: int
+    coordinator: Coordinator,
+    make: Make,
+    make_engine: MakeEngine,
+    make_picker: MakePicker,
+    held: int,
+    parts: Sequence[bytes],
 ) -> None:
     engines = await some(make_engine)
     async with make("i-1", KEYS[:held], SPEC):
         front = await looking_up(make_picker, engines, coordinator.address)
-        async with arriving(front) as (_, end):
+        async with arriving(front, parts) as (_, end):
             early = list(front.client.key_counts)
             picked = await end()
     assert not held or picked == host_port(engines[1])
