@@ -22,7 +22,7 @@ from lmkv_server.proxy.routing.health import NoHealthyEngine
 class Parsed:
     """What a handler makes of a body."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: object) -> None:
         self.body = body
 
 

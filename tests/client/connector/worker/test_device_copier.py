@@ -247,6 +247,18 @@ def test_a_pool_can_be_let_go_of_before_it_is_registered() -> None:
         assert isinstance(opening.exception(), PoolNotReady)
 
 
+@pytest.mark.parametrize("is_load", [False, True])
+def test_copies_that_run_have_ended_when_they_are_settled(is_load: bool) -> None:
+    case = whole_chunks(4)
+    with running(case) as (model, copies), Pool.create(case.pool.size) as pool:
+        opened(copies, pool)
+        model.forward(case.memory, case.memory)
+        copying = copies.scatter(case.copies, sync=False) if is_load else copies.gather(case.copies)
+        assert not copying.done(), "the forward before it has not run"
+        copies.settle()
+        assert copying.done()
+
+
 def test_another_pool_can_be_opened_while_copies_from_the_old_one_run() -> None:
     case = whole_chunks(4)
     with running(case) as (_, copies), Pool.create(case.pool.size) as old, Pool.create(case.pool.size) as new:

@@ -192,6 +192,19 @@ async def test_acquire_lists_what_is_held_and_keeps_it_in_place_until_release(
         assert not any(chunk.holds for chunk in owner.tier)
 
 
+async def test_what_peers_read_is_evicted_after_what_nobody_does(reader: Parts) -> None:
+    async with Parts("full", chunk_count=len(KEYS)) as owner:
+        for key in KEYS:
+            owner.put(key)
+        peer = reader.connections.get(owner.holder(len(KEYS)))
+        assert peer
+        await peer.connect(SMALL, WAIT_SECONDS)
+        granted = await peer.acquire(SMALL, KEYS[:1], WAIT_SECONDS, WAIT_SECONDS)
+        await peer.release(granted.grant.grant_id, WAIT_SECONDS)
+        owner.put(keys_of(len(KEYS) + 1)[-1])
+        assert [owner.tier.get(key) is not None for key in KEYS[:2]] == [True, False]
+
+
 async def test_acquire_of_nothing_grants_nothing(
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, session: str
 ) -> None:
