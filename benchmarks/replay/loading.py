@@ -210,7 +210,8 @@ class LoadingEngine:
         for load in list(self._link.loads):
             waited, arrived, missing = self._now - load.began_at, load.arrived_count, load.missing_count
             seconds = self._computing_seconds(load.prompt.name, missing)
-            if seconds and is_too_late(waited, arrived, missing, seconds):
+            steady_seconds = seconds_left(waited, arrived, missing) if arrived else 0.0
+            if seconds and is_too_late(waited, arrived, missing, seconds, steady_seconds):
                 self._costs.fetched.add(arrived + missing, waited + seconds_left(waited, arrived, missing))
                 self._outcome.abandoned_tokens += missing
                 self._link.loads.remove(load)

@@ -57,6 +57,8 @@ class PrefillRate:
             self._seconds = KEPT * self._seconds + seconds
 
 
+SLOW, SLOW_SHARE = 2.0, 0.25
+"""A load whose rest takes `SLOW` times as long as computing is abandoned after this share of the time of computing."""
 ARRIVAL_SECONDS = 60.0
 """Time after which a third of a request still counts as one that has come lately."""
 
@@ -132,12 +134,21 @@ def seconds_left(waited_seconds: float, arrived_count: int, missing_count: int) 
     return waited_seconds * missing_count / arrived_count if arrived_count else waited_seconds
 
 
-def is_too_late(waited_seconds: float, arrived_count: int, missing_count: int, computing_seconds: float) -> bool:
+def is_too_late(
+    waited_seconds: float,
+    arrived_count: int,
+    missing_count: int,
+    computing_seconds: float,
+    steady_seconds: float = 0.0,
+) -> bool:
     """Whether computing the missing tokens now, which costs `computing_seconds`, is better than to wait for them.
 
     Only after a wait as long as that: so a load that is judged too early costs nothing, and one that hangs costs no
-    more than twice what computing costs.
+    more than twice what computing costs. After a part of it if the rest takes much longer by `steady_seconds`, the pace
+    since the first arrival (0: not known): behind a slow link the whole wait would be lost.
     """
+    if steady_seconds > SLOW * computing_seconds:
+        return waited_seconds >= SLOW_SHARE * computing_seconds
     left = seconds_left(waited_seconds, arrived_count, missing_count)
     return waited_seconds >= computing_seconds and left > computing_seconds
 

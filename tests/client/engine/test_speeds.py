@@ -278,6 +278,21 @@ def test_a_load_is_too_late_once_computing_its_rest_beats_its_pace(
     assert is_too_late(waited, arrived, missing, computing) is is_late
 
 
+@pytest.mark.parametrize(
+    ("waited", "steady", "is_late"),
+    [
+        (0.2, 1.5, True),  # the rest takes three times as long as computing
+        (0.1, 1.5, False),  # too early to tell
+        (0.2, 0.9, False),  # not slow enough to give up what comes until then
+        (0.2, 0.0, False),  # not known
+    ],
+)
+def test_a_load_behind_a_slow_link_is_abandoned_before_the_time_of_computing_is_lost(
+    waited: float, steady: float, is_late: bool
+) -> None:
+    assert is_too_late(waited, 100, 900, 0.5, steady) is is_late
+
+
 @pytest.mark.parametrize("pace", [0.01, 0.1, 0.3, 0.9, 1.1, 3.0, 20.0])
 @pytest.mark.parametrize("silence", [0.0, 0.3, 2.0, 50.0])
 def test_waiting_costs_no_more_than_twice_the_better_of_loading_and_computing(pace: float, silence: float) -> None:
@@ -289,7 +304,8 @@ def test_waiting_costs_no_more_than_twice_the_better_of_loading_and_computing(pa
         if arrived == count:
             took = now
             break
-        if is_too_late(now, arrived, count - arrived, (count - arrived) / rate):
+        steady = seconds_left(now - silence, arrived, count - arrived) if arrived else 0.0
+        if is_too_late(now, arrived, count - arrived, (count - arrived) / rate, steady):
             took = now + (count - arrived) / rate
             break
         now += 0.001

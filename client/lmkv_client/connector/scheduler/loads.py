@@ -58,6 +58,8 @@ class LoadState:
         self.is_abandoned = False
         """Whether its rest is computed because that is faster than to wait for it."""
         self.arrived_tokens = 0
+        self._first_arrival: tuple[float, int] | None = None
+        """When the first chunks arrived that were not there at the beginning, and the tokens that were there then."""
         self.final_sent = False
         self.copied = LoadResult()
         """The summed results of the ranks that are done."""
@@ -86,6 +88,16 @@ class LoadState:
                 self._missing.discard(index)
                 self._ready[index] = copies, chunk
                 self.arrived_tokens += self.items.token_count(index, chunk)
+
+    def note_arrival(self, now: float) -> None:
+        """Begins to measure the pace of arrivals."""
+        self._first_arrival = self._first_arrival or (now, self.arrived_tokens)
+
+    def steady_seconds(self, now: float) -> float:
+        """The expected seconds until the rest is there, by the pace since the first arrival; 0 if that is not known."""
+        first_at, first_count = self._first_arrival or (now, self.arrived_tokens)
+        count = self.arrived_tokens - first_count
+        return seconds_left(now - first_at, count, self.token_count - self.arrived_tokens) if count else 0.0
 
     def tokens_by_tier(self, token_count: int) -> dict[str, int]:
         """Counts the load's first `token_count` tokens, which arrive first, by the tier that had them at the lookup."""
@@ -231,6 +243,7 @@ class Loads:
         if load_state is None or load_state.lookup is not lookup:
             return False
         load_state.add_chunks(loaded.first_chunk, loaded.chunks)
+        load_state.note_arrival(self._clock())
         if loaded.done:
             load_state.failure = failure_reason(loaded, load_state.tier_behind)
             load_state.close()
@@ -293,7 +306,8 @@ class Loads:
         missing_count = load_state.token_count - load_state.arrived_tokens
         seconds = self._session.computing_seconds(load_state.request_id, missing_count, now)
         waited_seconds = now - load_state.started_at
-        return seconds > 0 and is_too_late(waited_seconds, load_state.arrived_tokens, missing_count, seconds)
+        steady_seconds, arrived_count = load_state.steady_seconds(now), load_state.arrived_tokens
+        return seconds > 0 and is_too_late(waited_seconds, arrived_count, missing_count, seconds, steady_seconds)
 
     def _abandon(self, load_state: LoadState, now: float) -> None:
         """Ends the wait of a load, and records the time that it would have taken: the next one is judged by it."""

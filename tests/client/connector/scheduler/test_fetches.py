@@ -347,6 +347,27 @@ def test_of_a_load_that_becomes_slow_what_has_arrived_is_used(make_engine: MakeE
     engine.check_nothing_is_left()
 
 
+def test_a_load_that_turns_out_much_slower_than_computing_is_not_waited_for_as_long(make_engine: MakeEngine) -> None:
+    engine, prompt = make_engine(refuse_slow_fetches=True), list(range(3, 3 + 8 * CHUNK + 8))
+    engine.serve("first", prompt)
+    forget_pages(engine)
+    engine.node.move_to_peer()
+    computing_slowly(engine).node.fetches_at_once = False
+    engine.add("a", prompt)
+    until(engine, lambda: bool(engine.node.fetches))
+    engine.node.deliver(1, done=False)
+    engine.step()
+    rest_seconds = engine.side._session.computing_seconds("a", 6 * CHUNK, engine.clock.now)
+    engine.clock.now += rest_seconds / 2  # for one chunk
+    engine.node.deliver(1, done=False)
+    engine.step()
+    assert engine.count("abandoned_tokens") == 6 * CHUNK
+    engine.run("a")
+    engine.check_answer("a")
+    assert engine.count("tier_tokens:peers") == 2 * CHUNK
+    engine.check_nothing_is_left()
+
+
 def test_a_load_waits_while_the_engine_would_compute_other_prompts_first(make_engine: MakeEngine) -> None:
     engine = waiting(with_peer(make_engine(refuse_slow_fetches=True)))
     engine.clock.now += 1.5 * engine.side._session.computing_seconds("a", 3 * CHUNK, engine.clock.now)
