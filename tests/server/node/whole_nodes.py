@@ -28,10 +28,12 @@ async def store(engine: EngineClient, pool: Pool, *numbers: int, owner: bytes = 
     await engine.say(commit=commits)
 
 
-async def load(engine: EngineClient, pool: Pool, ticket: str, first: int, count: int) -> list[int]:
+async def load(
+    engine: EngineClient, pool: Pool, ticket: str, first: int, count: int, *, seconds: float = 60.0
+) -> list[int]:
     """The numbers of the chunks that came, as their every word says."""
     order = pb.LoadChunks(lookup_id=ticket, first_chunk=first, chunk_count=count)
-    order.timeout.FromSeconds(60)
+    order.timeout.FromMilliseconds(round(seconds * 1000))
     await engine.say(load=[order])
     numbers: list[int] = []
     while True:
