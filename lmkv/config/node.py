@@ -125,6 +125,12 @@ class NodeConfig(Config):
         True,
         "Whether tcp between nodes is encrypted by TLS, if tls_cert, tls_key and tls_ca are set.",
     )
+    peer_codec: str = key(
+        CODEC,
+        "none",
+        "How chunks are encoded that nodes of other hosts read, as `local_disk_codec`; the same at both nodes, else "
+        "they are not.",
+    )
     transfer_port: int = key(PORT, 0, "Port that tcp or ucx listens on; 0: a free one.")
     nixl_backends: tuple[str, ...] = key(NAMES, ("UCX",), "NIXL backends, best first.")
     local_cpu: bool = key(

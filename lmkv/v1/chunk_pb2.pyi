@@ -716,6 +716,7 @@ class GrantedChunk(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PARENT_KEY_FIELD_NUMBER: _builtins.int
     PREFIX_DIGESTS_FIELD_NUMBER: _builtins.int
+    DECODED_BYTES_FIELD_NUMBER: _builtins.int
     checksum: _builtins.int
     """Checksum of its bytes (`docs/contribute/checksum.md`)."""
     token_count: _builtins.int
@@ -726,6 +727,10 @@ class GrantedChunk(_message.Message):
     """
     prefix_digests: _builtins.bytes
     """With `parent_key`: digests of the beginnings of the chunk, as in `CommitChunk`."""
+    decoded_bytes: _builtins.int
+    """If it is encoded for this transfer (`AcquireRequest.codec`): bytes of the chunk once it is decoded; `extent` and
+    `checksum` are of the encoded bytes. 0: it is not encoded.
+    """
     @_builtins.property
     def extent(self) -> Global___Extent:
         """Where it is."""
@@ -738,10 +743,11 @@ class GrantedChunk(_message.Message):
         token_count: _builtins.int = ...,
         parent_key: _builtins.bytes = ...,
         prefix_digests: _builtins.bytes = ...,
+        decoded_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["extent", b"extent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "extent", b"extent", "parent_key", b"parent_key", "prefix_digests", b"prefix_digests", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "decoded_bytes", b"decoded_bytes", "extent", b"extent", "parent_key", b"parent_key", "prefix_digests", b"prefix_digests", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

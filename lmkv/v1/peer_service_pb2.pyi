@@ -164,12 +164,17 @@ class AcquireRequest(_message.Message):
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
     peer_epoch: _builtins.int
     """The epoch of the node that is called."""
     fingerprint: _builtins.bytes
     """Fingerprint of the chunks' spec."""
     session_id: _builtins.str
     """The caller's session."""
+    codec: _builtins.str
+    """The codec, with its parameters, in which the caller accepts chunks, such as `int8.16`. A node that has it encodes
+    those that gain by it; others, and all at a node without it, are granted as they are. Empty: all as they are.
+    """
     @_builtins.property
     def chunk_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Keys of the chunks to read, 16 bytes each, at most 4,096."""
@@ -186,10 +191,11 @@ class AcquireRequest(_message.Message):
         chunk_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         ttl: _duration_pb2.Duration | None = ...,
         session_id: _builtins.str = ...,
+        codec: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "fingerprint", b"fingerprint", "peer_epoch", b"peer_epoch", "session_id", b"session_id", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "codec", b"codec", "fingerprint", b"fingerprint", "peer_epoch", b"peer_epoch", "session_id", b"session_id", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

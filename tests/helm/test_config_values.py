@@ -83,6 +83,7 @@ def test_keys_and_values_that_contradict_each_other_do_not_reach_a_node(tmp_path
         {"local_cpu": False},
         {"local_cpu": False, "enable_pd": False},
         {"local_disk_io": "nixl"},
+        {"local_disk_io": "nixl", "local_disk_codec": "int8"},
         {"remote_ttl": "1h"},
         {"require_encryption": True},
         {"require_encryption": True, "transfer_encryption": False},

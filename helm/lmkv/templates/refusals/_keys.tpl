@@ -47,6 +47,9 @@ values, and keys that contradict each other or other values. */}}
 {{- if and $node.encryptionKeysSecret $disk (ne (default "plain" $config.local_disk_io) "plain") -}}
 {{- include "lmkv.fail" (printf "node.config.local_disk_io is %s, which copies chunks as they are, and node.encryptionKeysSecret encrypts them: set node.config.local_disk_io to plain" $config.local_disk_io) -}}
 {{- end -}}
+{{- if and $disk (ne (default "none" $config.local_disk_codec) "none") (ne (default "plain" $config.local_disk_io) "plain") -}}
+{{- include "lmkv.fail" (printf "node.config.local_disk_io is %s, which copies chunks as they are, and node.config.local_disk_codec encodes them: set node.config.local_disk_io to plain" $config.local_disk_io) -}}
+{{- end -}}
 {{- if and $config.remote_ttl (ne (include "lmkv.seconds" $config.remote_ttl | float64) 0.0) (hasPrefix "s3:" (default "" $node.remote.url)) -}}
 {{- include "lmkv.fail" "node.config.remote_ttl is for Valkey and Redis, and node.remote.url names a bucket: give it a lifecycle rule that expires objects" -}}
 {{- end -}}

@@ -194,7 +194,7 @@ class HolderReader:
 
     def reserve(self, chunk: PeerChunk) -> Reservation | None:
         evict = self._progress.evict
-        reserved = self.tier.reserve(chunk.size_bytes, evict=evict)
+        reserved = self.tier.reserve(chunk.room_bytes, evict=evict)
         if reserved is None:
             self._fetch.is_full = True
             reason = "the own pool is full of chunks in use" if evict else "the own pool has no free memory"
@@ -293,7 +293,8 @@ class HolderReader:
         ttl_seconds = self._fetch.seconds_left() + GRANT_MARGIN_SECONDS
         step_seconds = self._fetch.step_seconds(self._holder)
         started = time.monotonic()
-        acquiring = asyncio.create_task(self._peer.acquire(self._progress.spec, keys, ttl_seconds, step_seconds))
+        codec = self._pipeline.codec_for(self._progress.spec, self._peer.channel)
+        acquiring = asyncio.create_task(self._peer.acquire(self._progress.spec, keys, ttl_seconds, step_seconds, codec))
         try:
             with self._watched():
                 response = await asyncio.shield(acquiring)

@@ -18,12 +18,16 @@ from typing import Protocol
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
+from lmkv.spec import KvSpec
 from lmkv.transfer import Channels, Copy
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import UNKNOWN_ORIGIN, Chunk, HostTier, Reservation
 from lmkv_server.node.peers.connection import PeerChunk, PeerConnection
+from lmkv_server.node.tiers.codec import ChunkCodec
 
 logger = logging.getLogger(__name__)
+
+SHM = "shm"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +36,11 @@ class IncomingChunk:
 
     remote: PeerChunk
     reserved: Reservation
+
+    @property
+    def read_offset(self) -> int:
+        """Offset in the pool that its bytes are read to."""
+        return self.reserved.offset + self.remote.read_offset
 
 
 class PendingWrites:
@@ -71,8 +80,18 @@ class PendingWrites:
         self._is_writing = True
         return self._stopped
 
-    def commit(self, key: ChunkKey, parent: ChunkKey | None, fingerprint: bytes, chunk: IncomingChunk) -> Chunk | None:
-        """Makes an intact chunk visible. The chunk of that key in the tier, if another transfer committed it first."""
+    def commit(
+        self,
+        key: ChunkKey,
+        parent: ChunkKey | None,
+        fingerprint: bytes,
+        chunk: IncomingChunk,
+        decoded_checksum: int | None = None,
+    ) -> Chunk | None:
+        """Makes an intact chunk visible. The chunk of that key in the tier, if another transfer committed it first.
+
+        `decoded_checksum` is that of a chunk that was encoded.
+        """
         remote = chunk.remote
         self._open.pop(chunk.reserved.offset, None)
         intact = Chunk(
@@ -80,7 +99,7 @@ class PendingWrites:
             fingerprint=fingerprint,
             offset=chunk.reserved.offset,
             size_bytes=remote.size_bytes,
-            checksum=remote.checksum,
+            checksum=remote.checksum if decoded_checksum is None else decoded_checksum,
             token_count=remote.token_count,
             parent=parent,
             prefix_digests=remote.prefix_digests,
@@ -115,10 +134,12 @@ THREADS = 2
 class ChecksumVerifier:
     """Finds chunks whose bytes are not what their owner committed. One event loop owns it. It ends by `aclose`."""
 
-    def __init__(self, pool: Pool, *, enabled: bool) -> None:
+    def __init__(self, pool: Pool, *, enabled: bool, codec: ChunkCodec | None = None) -> None:
+        """`codec` is that of chunks that arrive encoded."""
         self.enabled = enabled
         """Whether checksums are compared; otherwise every chunk counts as intact."""
         self._pool = pool
+        self._codec = codec
         self._threads = ThreadPoolExecutor(THREADS, "lmkv-verify")
 
     async def aclose(self) -> None:
@@ -138,9 +159,35 @@ class ChecksumVerifier:
 
     def _compare(self, chunks: Sequence[IncomingChunk]) -> list[bool]:
         return [
-            checksum(self._pool.buffer, chunk.reserved.offset, chunk.remote.size_bytes) == chunk.remote.checksum
+            checksum(self._pool.buffer, chunk.read_offset, chunk.remote.read_bytes) == chunk.remote.checksum
             for chunk in chunks
         ]
+
+    async def decoded(
+        self, fingerprint: bytes, writes: PendingWrites, chunks: Sequence[IncomingChunk]
+    ) -> list[int | None]:
+        """Decodes those of the chunks, all intact, that are encoded; the checksum of each chunk, None if it is damaged.
+
+        Their extents stay reserved until the threads have ended, also if this is cancelled.
+        """
+        if not any(chunk.remote.encoded_bytes for chunk in chunks):
+            return [chunk.remote.checksum for chunk in chunks]
+        loop, stopped = asyncio.get_running_loop(), writes.begin()
+        run = asyncio.gather(
+            *(loop.run_in_executor(self._threads, self._decode, fingerprint, chunk) for chunk in chunks)
+        )
+        run.add_done_callback(lambda _: stopped())
+        return await asyncio.shield(run)
+
+    def _decode(self, fingerprint: bytes, chunk: IncomingChunk) -> int | None:
+        remote, start = chunk.remote, chunk.reserved.offset
+        if not remote.encoded_bytes:
+            return remote.checksum
+        encoded = self._pool.buffer[chunk.read_offset : chunk.read_offset + remote.encoded_bytes]
+        memory = self._pool.buffer[start : start + remote.size_bytes]
+        if self._codec is None or self._codec.decode(fingerprint, encoded, memory) != remote.size_bytes:
+            return None
+        return checksum(self._pool.buffer, start, remote.size_bytes)
 
 
 MAX_TRAFFIC = 1024
@@ -222,10 +269,14 @@ class Transfer(Protocol):
 class TransferPipeline:
     """All transfers of one node from its peers. One event loop owns it. It ends by `aclose`."""
 
-    def __init__(self, tier: HostTier, channels: Channels, pool: Pool, *, verify: bool = True) -> None:
+    def __init__(
+        self, tier: HostTier, channels: Channels, pool: Pool, *, verify: bool = True, codec: ChunkCodec | None = None
+    ) -> None:
+        """`codec` is that of fetches from other hosts."""
         self.tier = tier
         """The node's tier; transfers may have another one."""
-        self.verifier = ChecksumVerifier(pool, enabled=verify)
+        self.verifier = ChecksumVerifier(pool, enabled=verify, codec=codec)
+        self._codec = codec
         self._channels = channels
         self._pool_address = pool.address
         self._mismatch_count = 0
@@ -238,6 +289,16 @@ class TransferPipeline:
     def prefers_nixl(self) -> bool:
         """Whether this node reads by NIXL if its peer can."""
         return self._channels.prefers("nixl")
+
+    def codec_for(self, spec: KvSpec, channel: str) -> str:
+        """The codec in which chunks of a spec are asked for over this channel; empty: as they are.
+
+        Shared memory is faster than any codec. Only engines that accept rounded chunks get such.
+        """
+        codec = self._codec
+        if codec is None or channel == SHM or (codec.is_lossy and not spec.accepts_lossy):
+            return ""
+        return codec.scope
 
     async def aclose(self) -> None:
         """Ends the threads. Transfers must have ended. Idempotent."""
@@ -283,8 +344,8 @@ class TransferPipeline:
         copies = [
             Copy(
                 remote_address=chunk.remote.address,
-                local_address=self._pool_address + chunk.reserved.offset,
-                size_bytes=chunk.remote.size_bytes,
+                local_address=self._pool_address + chunk.read_offset,
+                size_bytes=chunk.remote.read_bytes,
             )
             for chunk in writes.chunks
         ]
@@ -313,9 +374,14 @@ class TransferPipeline:
     async def _commit(self, transfer: Transfer, writes: PendingWrites, checksums: Sequence[int] | None) -> None:
         """Commits the chunks that are intact and still missing."""
         committed: list[tuple[int, Chunk]] = []
-        for incoming, intact in zip(writes.chunks, await self.verifier.intact(writes.chunks, checksums), strict=True):
+        intact = await self.verifier.intact(writes.chunks, checksums)
+        whole = [chunk for chunk, is_intact in zip(writes.chunks, intact, strict=True) if is_intact]
+        sums = await self.verifier.decoded(transfer.fingerprint, writes, whole)
+        found = {chunk.remote.index: total for chunk, total in zip(whole, sums, strict=True)}
+        for incoming in writes.chunks:
             index = incoming.remote.index
-            if not intact:
+            total = found.get(index)
+            if total is None:
                 self._mismatch_count += 1
                 logger.warning(
                     "chunk %s from peer %s does not match its checksum and was discarded",
@@ -325,19 +391,19 @@ class TransferPipeline:
                 transfer.reject(index)
             elif transfer.is_missing(index):
                 key, parent = transfer.keys[index], incoming.remote.parent or transfer.parent(index)
-                if chunk := writes.commit(key, parent, transfer.fingerprint, incoming):
-                    self._count(transfer.instance_id, chunk)
+                if chunk := writes.commit(key, parent, transfer.fingerprint, incoming, total):
+                    self._count(transfer.instance_id, incoming.remote)
                     committed.append((index, chunk))
         transfer.commit(committed)
 
-    def _count(self, instance_id: str, chunk: Chunk) -> None:
+    def _count(self, instance_id: str, chunk: PeerChunk) -> None:
         self._chunk_count += 1
-        self._transferred_bytes += chunk.size_bytes
+        self._transferred_bytes += chunk.read_bytes
         if instance_id not in self._traffic and len(self._traffic) >= MAX_TRAFFIC:
             del self._traffic[min(self._traffic, key=lambda peer: self._traffic[peer].transferred_bytes)]
         earlier = self._traffic.get(instance_id, PeerTraffic(instance_id=instance_id))
         self._traffic[instance_id] = PeerTraffic(
             instance_id=instance_id,
             chunk_count=earlier.chunk_count + 1,
-            transferred_bytes=earlier.transferred_bytes + chunk.size_bytes,
+            transferred_bytes=earlier.transferred_bytes + chunk.read_bytes,
         )

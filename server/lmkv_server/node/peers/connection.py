@@ -29,6 +29,7 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.cache.host import Origin
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ FULL_SECONDS = 0.02
 TURN_SECONDS = 5 * FULL_SECONDS
 """An engine without a grant that was refused one this short a while ago is the next to get one."""
 NIXL = "nixl"
+WORD_BYTES = 8
+"""Chunks and what encodes them have whole words, as their checksums."""
 
 
 class PeerConnection:
@@ -233,9 +236,11 @@ class PeerConnection:
             self._connected.clear()
 
     async def acquire(
-        self, spec: KvSpec, keys: Sequence[ChunkKey], ttl_seconds: float, timeout_seconds: float
+        self, spec: KvSpec, keys: Sequence[ChunkKey], ttl_seconds: float, timeout_seconds: float, codec: str = ""
     ) -> pb.AcquireResponse:
         """Acquires a grant on chunks of the peer, which the caller releases. Call `connect` first.
+
+        With a `codec` the peer may encode chunks so.
 
         Connects again if the peer has dropped the session. Engines share the grants: raises `Full` to one that has
         its share, and to one that has some while the peer has refused the first one to another engine.
@@ -244,7 +249,7 @@ class PeerConnection:
         self._take_place(place, caller)
         grant_id = ""
         try:
-            response = await self._acquire(spec, keys, ttl_seconds, timeout_seconds)
+            response = await self._acquire(spec, keys, ttl_seconds, timeout_seconds, codec)
             grant_id = response.grant.grant_id
         except Full:
             self._refused[caller] = time.monotonic()
@@ -268,7 +273,7 @@ class PeerConnection:
             raise Full(str(error), retry_seconds=FULL_SECONDS) from None
 
     async def _acquire(
-        self, spec: KvSpec, keys: Sequence[ChunkKey], ttl_seconds: float, timeout_seconds: float
+        self, spec: KvSpec, keys: Sequence[ChunkKey], ttl_seconds: float, timeout_seconds: float, codec: str
     ) -> pb.AcquireResponse:
         ttl = duration_pb2.Duration()
         ttl.FromNanoseconds(round(ttl_seconds * 1e9))
@@ -277,6 +282,7 @@ class PeerConnection:
             fingerprint=spec.fingerprint,
             chunk_keys=keys,
             ttl=ttl,
+            codec=codec,
         )
         request.session_id = self._session_id
         try:
@@ -343,11 +349,28 @@ class PeerChunk:
     checksum: int
     token_count: int
     size_bytes: int
+    encoded_bytes: int = 0
+    """Bytes of the peer's memory if it is encoded there; `checksum` is of these. 0: it is not encoded."""
     parent: ChunkKey | None = None
     """For a chunk in which prompts end: the key of the chunk before it, or the root of its key chain, if the peer knows
     it."""
     prefix_digests: bytes = b""
     """`lmkv.keys.prefix_digests` of a chunk with a `parent`, if the peer knows them."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that are read from the peer."""
+        return self.encoded_bytes or self.size_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of the extent that it is read into: what is encoded is read behind the place of the decoded chunk."""
+        return self.size_bytes if not self.encoded_bytes else align(self.size_bytes) + align(self.encoded_bytes)
+
+    @property
+    def read_offset(self) -> int:
+        """Where in that extent it is read to."""
+        return align(self.size_bytes) if self.encoded_bytes else 0
 
 
 def peer_chunk(
@@ -364,11 +387,14 @@ def peer_chunk(
     `BadChunkKey` if its prefix digests are malformed.
     """
     extent = granted.extent
+    own_bytes = granted.decoded_bytes or extent.size_bytes
     if not (
         0 <= extent.region < len(regions)
         and granted.token_count == token_count
-        and spec.fits(extent.size_bytes, token_count)
-        and size_bytes in (None, extent.size_bytes)
+        and spec.fits(own_bytes, token_count)
+        and size_bytes in (None, own_bytes)
+        and (not granted.decoded_bytes or 0 < extent.size_bytes < own_bytes)
+        and extent.size_bytes % WORD_BYTES == 0
         and 0 <= extent.offset <= regions[extent.region].size_bytes - extent.size_bytes
     ):
         raise BadMessage(f"a peer offers an invalid extent: {extent}", field="extent")
@@ -379,7 +405,8 @@ def peer_chunk(
         address=regions[extent.region].address + extent.offset,
         checksum=granted.checksum,
         token_count=token_count,
-        size_bytes=extent.size_bytes,
+        size_bytes=own_bytes,
+        encoded_bytes=extent.size_bytes if granted.decoded_bytes else 0,
         parent=ChunkKey(granted.parent_key) if has_parent else None,
         prefix_digests=digests if has_parent and spec.ends_anywhere else b"",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmkv import rpc
 from lmkv.auth.authenticator import Authenticator, exposure
@@ -24,6 +24,7 @@ from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.peers.directory import InstanceDirectory
 from lmkv_server.node.ports import STOP_GRACE_SECONDS, bind
 from lmkv_server.node.serving.service import Inspector, PeerService, ServedNode
+from lmkv_server.node.tiers.codec import chunk_codec
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +57,14 @@ async def open_peer_side(
     Without `enable_pd`, or in the other role, every handoff is refused.
     """
     tier, pool = node.tier, node.pool
+    codec = chunk_codec("peer_codec", config.peer_codec, node.engines)
+    node = replace(node, codec=codec)
     channels = _make_channels(config, node.epoch, pool)
     stack.push_async_callback(channels.aclose)
     await channels.start()
     directory = InstanceDirectory(config.runtime_path)
     inspector = await stack.enter_async_context(Inspector(tier, pool))
-    pipeline = TransferPipeline(tier, channels, pool, verify=config.verify_transfers)
+    pipeline = TransferPipeline(tier, channels, pool, verify=config.verify_transfers, codec=codec)
     stack.push_async_callback(pipeline.aclose)
     connections = PeerConnectionPool(
         instance_id=node.instance_id,

@@ -17,6 +17,7 @@ from lmkv.errors import Full, SessionNotFound
 from lmkv.transfer.channel import ByteRange, PeerReader, ReadAccess, new_grant_id
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.peers.connection import FULL_SECONDS, MAX_GRANTS
+from lmkv_server.node.serving.encoded_copies import EncodedCopies, EncodedCopy
 
 MAX_SESSIONS = 4096
 """Most sessions that one identity may have; beyond these the one that was not used for longest is dropped."""
@@ -99,6 +100,8 @@ class ReadGrant:
     chunks: tuple[Chunk, ...]
     expire_at: float
     """When it expires, by the clock of the `now` that `acquire` was called with."""
+    copies: dict[Chunk, EncodedCopy] = field(default_factory=dict)
+    """The copies that are read in place of chunks."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -129,8 +132,11 @@ class _Usage:
 class ReadGrants:
     """All grants that have not ended. Each has its own hold on each of its chunks."""
 
-    def __init__(self, tier: HostTier, access: ReadAccess, region_address: int) -> None:
-        """`region_address` is the start of the tier's memory in this process."""
+    def __init__(
+        self, tier: HostTier, access: ReadAccess, region_address: int, copies: EncodedCopies | None = None
+    ) -> None:
+        """`region_address` is the start of the tier's memory in this process; `copies` are made for some grants."""
+        self._copies = copies
         self._tier = tier
         self._access = access
         self._region_address = region_address
@@ -175,6 +181,32 @@ class ReadGrants:
         self._access.open(grant.grant_id, self.runs(taken), reader=session.reader)
         return grant
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the pool that encoded copies take."""
+        return self._copies.used_bytes if self._copies else 0
+
+    async def encode(self, grant: ReadGrant) -> None:
+        """Makes copies of the chunks of a grant, which are read in place of those that gain by it.
+
+        If that fails or is cancelled the grant ends: its holder will not learn of it.
+        """
+        assert self._copies is not None
+        try:
+            made = await self._copies.make(grant.chunks)
+        except BaseException:
+            if grant.grant_id in self._grants:
+                self.release(grant)
+            raise
+        copies = {chunk: copy for chunk, copy in zip(grant.chunks, made, strict=True) if copy is not None}
+        if grant.grant_id not in self._grants:  # it has expired
+            self._copies.release(list(copies.values()))
+            return
+        grant.copies.update(copies)
+        whole = self.runs(chunk for chunk in grant.chunks if chunk not in copies)
+        encoded = [(self._region_address + copy.offset, copy.size_bytes) for copy in copies.values()]
+        self._access.open(grant.grant_id, [*whole, *encoded], reader=grant.session.reader)
+
     def runs(self, chunks: Iterable[Chunk]) -> list[ByteRange]:
         """The memory of chunks of the tier, in this process."""
         return [(self._region_address + chunk.offset, chunk.size_bytes) for chunk in chunks]
@@ -189,6 +221,9 @@ class ReadGrants:
         del self._grants[grant.grant_id]
         self._access.close(grant.grant_id)
         self._tier.unhold(grant.chunks)
+        if self._copies is not None:
+            self._copies.release(list(grant.copies.values()))
+            grant.copies.clear()
         for usage in self._usages(grant.session):
             usage.grant_count -= 1
             for chunk in grant.chunks:

@@ -33,9 +33,11 @@ from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.handoff.receiver import HandoffReceiver
+from lmkv_server.node.serving.encoded_copies import EncodedCopies
 from lmkv_server.node.serving.read_grants import PeerSessions, ReadGrants
 from lmkv_server.node.sessions.session import add_granted
 from lmkv_server.node.sessions.sessions import EngineSessions
+from lmkv_server.node.tiers.codec import ChunkCodec
 from lmkv_server.node.tiers.disk.tier import DiskTier
 
 logger = logging.getLogger(__name__)
@@ -142,6 +144,8 @@ class ServedNode:
     engines: EngineSessions
     disk: DiskTier | None = None
     """Chunks on disk are read into `tier` for peers."""
+    codec: ChunkCodec | None = None
+    """The codec of transfers between hosts."""
 
 
 class PeerService(pb_grpc.PeerServiceServicer):
@@ -157,7 +161,8 @@ class PeerService(pb_grpc.PeerServiceServicer):
         grant_ttl_seconds: float,
     ) -> None:
         self.sessions = PeerSessions(channels.access)
-        self.grants = ReadGrants(node.tier, channels.access, node.pool.address)
+        self._copies = EncodedCopies(node.tier, node.pool, node.codec)
+        self.grants = ReadGrants(node.tier, channels.access, node.pool.address, self._copies)
         self._instance_id = node.instance_id
         self._epoch = node.epoch
         self._tier = node.tier
@@ -183,6 +188,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
         """Ends every grant. Idempotent."""
         await self._timer.aclose()
         self.grants.clear()
+        await self._copies.aclose()
         self._serve_until = 0.0
         self._serve()
 
@@ -215,6 +221,8 @@ class PeerService(pb_grpc.PeerServiceServicer):
             ttl_seconds = min(wish, self._grant_ttl_seconds) if wish > 0 else self._grant_ttl_seconds
             chunks = [chunk for _, chunk in held]
             grant = self.grants.acquire(session, chunks, time.monotonic(), ttl_seconds)
+            if grant is not None and request.codec and request.codec == self._copies.scope:
+                await self.grants.encode(grant)
         self._serve()
         if grant is None:
             return pb.AcquireResponse()
@@ -226,6 +234,10 @@ class PeerService(pb_grpc.PeerServiceServicer):
             present=[index for index, _ in held[: len(grant.chunks)]],
         )
         add_granted(response.grant.chunks, grant.chunks, spec.chunk_size if spec else None)
+        for message, chunk in zip(response.grant.chunks, grant.chunks, strict=True):
+            if copy := grant.copies.get(chunk):
+                message.extent.offset, message.extent.size_bytes = copy.offset, copy.size_bytes
+                message.checksum, message.decoded_bytes = copy.checksum, chunk.size_bytes
         return response
 
     @asynccontextmanager

@@ -19,7 +19,7 @@ from lmkv.units import GIB
 from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.tiers.backend import BackendTimes
 from lmkv_server.node.tiers.base import SecondaryTier
-from lmkv_server.node.tiers.codec import ZSTD, ChunkCodec, KnownSpecs
+from lmkv_server.node.tiers.codec import KnownSpecs, chunk_codec
 from lmkv_server.node.tiers.disk.folder import FileIo, PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.remote.folder import FolderStore
@@ -53,18 +53,6 @@ class TierContext:
 
         return ChunkEncryption(self.keys, tier)
 
-    def codec(self, key: str, name: str) -> ChunkCodec | None:
-        """The codec of this `name`, set by a `key` of the configuration; None for `none`.
-
-        Raises `ConfigError` if it needs what is not installed.
-        """
-        if name == ZSTD and find_spec("zstandard") is None:
-            raise ConfigError(
-                f"{key}: zstd needs zstandard, which is not installed; pip install '.[zstd]' in a clone of lmkv",
-                key=key,
-            )
-        return None if name == "none" else ChunkCodec(name, self.specs)
-
 
 class ConfiguredTier(SecondaryTier, Protocol):
     """A tier that lives as long as the node: entered before the first lookup, exited after the last read."""
@@ -87,7 +75,7 @@ def make_tiers(context: TierContext) -> Iterator[ConfiguredTier]:
             cache,
             io=_file_io(config, cache.pool),
             encryption=context.encryption("disk"),
-            codec=context.codec("local_disk_codec", config.local_disk_codec),
+            codec=chunk_codec("local_disk_codec", config.local_disk_codec, context.specs),
             quota_bytes=round(config.max_salt_disk_size * GIB),
         )
     if config.remote_url:
@@ -97,7 +85,7 @@ def make_tiers(context: TierContext) -> Iterator[ConfiguredTier]:
             lookup_seconds=config.remote_lookup_timeout,
             times=BackendTimes(stall_seconds=config.remote_timeout) if config.remote_folder else STORE_TIMES,
             encryption=context.encryption("remote"),
-            codec=context.codec("remote_codec", config.remote_codec),
+            codec=chunk_codec("remote_codec", config.remote_codec, context.specs),
             quota_bytes=round(config.max_salt_remote_size * GIB),
         )
     for options in config.tiers:

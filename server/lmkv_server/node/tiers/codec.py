@@ -12,10 +12,12 @@ from __future__ import annotations
 import struct
 import threading
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 from zlib import crc32
 
 from lmkv.config.node import LOSSY_CODECS
+from lmkv.errors import ConfigError
 from lmkv.spec import DTYPE_BYTES, LOSSY_DTYPES, NATIVE_TILES, KvPart, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_END
 from lmkv_kernels import codecs
@@ -135,6 +137,8 @@ class ChunkCodec:
         """`name` is as configured, and not none."""
         self.scope = f"{name}.{GROUP_TOKENS}" if name in LOSSY_CODECS else name
         """Separates names of these chunks from those of other codecs, or of other parameters."""
+        self.is_lossy = name in LOSSY_CODECS
+        """Whether it rounds."""
         self._name = name
         self._specs = specs
         self._encoded = ThreadBuffer()
@@ -275,3 +279,16 @@ class ChunkCodec:
 
             self._zstd.decompressor = zstandard.ZstdDecompressor()
         return self._zstd.decompressor
+
+
+def chunk_codec(key: str, name: str, specs: KnownSpecs) -> ChunkCodec | None:
+    """The codec of this `name`, set by a `key` of the configuration; None for `none`.
+
+    Raises `ConfigError` if it needs what is not installed.
+    """
+    if name == ZSTD and find_spec("zstandard") is None:
+        raise ConfigError(
+            f"{key}: zstd needs zstandard, which is not installed; pip install '.[zstd]' in a clone of lmkv",
+            key=key,
+        )
+    return None if name == "none" else ChunkCodec(name, specs)
