@@ -161,10 +161,10 @@ def _measure_within(run: BenchmarkRun, gpu: MeasuredGpu, layout: GpuLayout, toke
     """Gather and scatter between pages and device memory, against one copy of as many bytes on the device."""
     _tensors, pages, copies, size = _case(gpu, layout, token_count)
     blocks = BLOCKS_PER_PROCESSOR * gpu.device.processor_count
-    direct = CopyPaths(gather=CopyPath.DIRECT, scatter=CopyPath.DIRECT)
+    direct = CopyPaths(gather=CopyPath.DIRECT, scatter=CopyPath.DIRECT, direct_blocks=blocks)
     with _memory(gpu, size) as chunks, _memory(gpu, size) as other:
         pool = DevicePool(memory=chunks)
-        copier = CudaCopier(gpu.device, gpu.program, pages, pool, paths=direct, direct_blocks=blocks)
+        copier = CudaCopier(gpu.device, gpu.program, pages, pool, paths=direct)
         timer = Timer(gpu)
         with closing(copier), closing(timer.stream):
             stream = timer.stream.handle

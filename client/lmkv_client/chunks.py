@@ -34,6 +34,21 @@ class Chunks(TypedDict, total=False):
     """Fingerprint of the keys' spec; by default that under which the first key that is held was reported."""
 
 
+class ClearScope(Chunks, total=False):
+    """Names the chunks that `Coordinator.clear` drops: besides those of a prompt, all of a tier, model or instance."""
+
+    instance_id: str
+    """The instance that drops them; by default all."""
+    tier: str
+    """The tier that drops them; by default all."""
+    everything: bool
+    """Whether all chunks are dropped, without any other name for them."""
+    weight_version: str
+    """Of a model, only chunks of this version of its weights."""
+    kept_weight_version: str
+    """Of a model, only chunks of all other versions of its weights."""
+
+
 def make_request(kind: Callable[..., Request], tokens: Sequence[int], chunks: Chunks, **fields: Any) -> Request:
     """Creates a request for these chunks. Raises `BadTokens` if the tokens are invalid.
 

@@ -47,7 +47,7 @@ from lmkv.v1.cache_service_pb2 import (
 )
 from lmkv.v1.chunk_pb2 import PinnedChunks, Position
 from lmkv.v1.registry_service_pb2 import Instance
-from lmkv_client.chunks import Chunks, make_request
+from lmkv_client.chunks import Chunks, ClearScope, make_request
 from lmkv_client.operation import (
     RETRY_TIMEOUT_SECONDS,
     ClearOperation,
@@ -327,37 +327,23 @@ class Coordinator:
         self,
         tokens: Sequence[int] = (),
         *,
-        instance_id: str = "",
-        tier: str = "",
-        everything: bool = False,
-        weight_version: str = "",
-        kept_weight_version: str = "",
         dry_run: bool = False,
         request_id: str = "",
-        **chunks: Unpack[Chunks],
+        **scope: Unpack[ClearScope],
     ) -> ClearOperation:
         """Starts an operation: instances drop the named chunks, those of a model, or all. Pinned chunks stay.
 
-        Of a model only those of one version of its weights, or of all but one, if that is named. `dry_run` only
-        reports what would be dropped. Raises what `lookup` raises, `InstanceNotFound`, `BadSelection`, `Full`.
+        A `model_name` without tokens and keys names all chunks of that model. `dry_run` only reports what would be
+        dropped. Raises what `lookup` raises, `InstanceNotFound`, `BadSelection`, `Full`.
         """
-        model_name = chunks.get("model_name", "")
-        if model_name and not (len(tokens) or chunks.get("keys")):
-            chunks = {name: value for name, value in chunks.items() if name != "model_name"}  # type: ignore[assignment]
-        else:
-            model_name = ""
+        fields: dict[str, Any] = {**scope, "all": scope.get("everything", False)}
+        fields.pop("everything", None)
+        names = set(Chunks.__annotations__)
+        if not (len(tokens) or scope.get("keys")):
+            names.remove("model_name")
+        chunks: Any = {name: fields.pop(name) for name in names if name in fields}
         request = make_request(
-            ClearRequest,
-            tokens,
-            chunks,
-            model_name=model_name,
-            instance_id=instance_id,
-            tier=tier,
-            all=everything,
-            weight_version=weight_version,
-            kept_weight_version=kept_weight_version,
-            dry_run=dry_run,
-            request_id=request_id or str(uuid.uuid4()),
+            ClearRequest, tokens, chunks, dry_run=dry_run, request_id=request_id or str(uuid.uuid4()), **fields
         )
         return await self._start_operation(lambda to: to.cache.Clear, request)
 

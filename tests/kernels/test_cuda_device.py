@@ -28,7 +28,7 @@ from lmkv_kernels.cuda import (
     RegisteredMemory,
     driver,
 )
-from lmkv_kernels.cuda.measure import fastest_paths
+from lmkv_kernels.cuda.copier import fastest_paths
 from tests.kernels.layouts import LAYOUTS, Bytes, Case, cases, large_case, random_bytes
 from tests.kernels.test_cuda_emulated import WAYS, whole_chunks
 
@@ -71,9 +71,8 @@ class OnDevice:
             self.pool: Bytes = np.frombuffer(pool.buffer, np.uint8)[: case.pool.size]
             registration = RegisteredMemory(cuda, pool.address, pool.size_bytes)
             stack.callback(registration.close)
-            self.copier = CudaCopier(
-                gpu.device, gpu.program, self._pages(), registration, paths=ways, staging_bytes=staging_bytes
-            )
+            ways = dataclasses.replace(ways, staging_bytes=staging_bytes)
+            self.copier = CudaCopier(gpu.device, gpu.program, self._pages(), registration, paths=ways)
             stack.callback(self.copier.close)
             self._stack = stack.pop_all()
         self.write_pages(case.memory)

@@ -32,7 +32,8 @@ def copier_of(case: Case, ways: CopyPaths, staging_bytes: int = 1 << 20) -> Iter
     with emulated_device() as (device, program), device.current() as driver:
         pool = RegisteredMemory(driver, case.pool.ctypes.data, max(1, case.pool.size))
         pages = on_device(case.pages)
-        copier = CudaCopier(device, program, pages, pool, paths=ways, staging_bytes=staging_bytes)
+        ways = dataclasses.replace(ways, staging_bytes=staging_bytes)
+        copier = CudaCopier(device, program, pages, pool, paths=ways)
         try:
             yield copier
         finally:

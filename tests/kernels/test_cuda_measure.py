@@ -10,7 +10,7 @@ import torch
 
 from lmkv_kernels import token_rows
 from lmkv_kernels.cuda import CopyPath, CopyPaths
-from lmkv_kernels.cuda.measure import ROUNDS, fastest_paths, sample
+from lmkv_kernels.cuda.copier import ROUNDS, fastest_paths, sample
 from tests.kernels.emulation import emulated_device
 from tests.kernels.layouts import kv_cache
 from tests.kernels.test_cuda_emulated import on_device

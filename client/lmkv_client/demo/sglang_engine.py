@@ -19,6 +19,8 @@ CONTROL_DEVICE = Path("/dev/nvidiactl")
 PROBE_SECONDS = 60.0
 REQUEST_SECONDS = 300.0
 FLUSH_SECONDS = 30.0
+PAGE_SIZE = 128
+CONTEXT_TOKENS = 8192
 
 _STORAGE = {
     "backend_name": "lmkv",
@@ -52,8 +54,6 @@ class SglangEngine(CheckedServer):
         *,
         name: str = "sglang",
         python: str = sys.executable,
-        page_size: int = 128,
-        context_tokens: int = 8192,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """`python` is the interpreter of an environment with SGLang and lmkv. Logs to `NAME.log` in `folder`."""
@@ -67,10 +67,10 @@ class SglangEngine(CheckedServer):
             "--dist-init-addr": f"127.0.0.1:{free_port()}",
             "--dtype": "float32",
             "--attention-backend": "torch_native",
-            "--page-size": page_size,
-            "--context-length": context_tokens,
-            "--max-total-tokens": 2 * context_tokens,
-            "--chunked-prefill-size": context_tokens,
+            "--page-size": PAGE_SIZE,
+            "--context-length": CONTEXT_TOKENS,
+            "--max-total-tokens": 2 * CONTEXT_TOKENS,
+            "--chunked-prefill-size": CONTEXT_TOKENS,
             "--max-running-requests": 8,
             "--random-seed": 1,
             "--hicache-ratio": 2,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from contextlib import closing as _closing
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv_kernels.copies import ChunkCopy, Rows, check, check_written_once
-from lmkv_kernels.cuda.driver import Busy, Device, Driver, rectangle
+from lmkv_kernels.cuda.driver import Busy, Device, Driver, Rows2d, rectangle
 from lmkv_kernels.cuda.memory import CudaEvent, CudaStream, DeviceMemory, PinnedMemory
 from lmkv_kernels.cuda.program import Arguments, Operation, Program, width_of
 from lmkv_kernels.pages import Pages
@@ -209,10 +210,16 @@ class CopyPath(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyPaths:
-    """The path of each direction; `lmkv_kernels.cuda.measure` finds the fastest ones."""
+    """The path of each direction, and its size; `fastest_paths` finds the fastest ones."""
 
     gather: CopyPath = CopyPath.STAGED
     scatter: CopyPath = CopyPath.STAGED
+    staging_bytes: int = STAGING_BYTES
+    direct_blocks: int = DIRECT_BLOCKS
+
+    def staging_bytes_of(self, path: CopyPath) -> int:
+        """The size of the staging buffer of one direction."""
+        return self.staging_bytes if path is CopyPath.STAGED else 0
 
 
 class HostMemory(Protocol):
@@ -311,8 +318,6 @@ class CudaCopier:
         pool: HostMemory,
         *,
         paths: CopyPaths = CopyPaths(),  # immutable
-        staging_bytes: int = STAGING_BYTES,
-        direct_blocks: int = DIRECT_BLOCKS,
     ) -> None:
         if not pages.device.startswith("cuda"):
             raise ValueError(f"the pages are on {pages.device}, not on a CUDA device")
@@ -321,7 +326,6 @@ class CudaCopier:
         self.device = device
         self.pages = pages
         self.paths = paths
-        self._direct_blocks = direct_blocks
         self._program = program
         self._pool = pool
         with ExitStack() as stack, device.current() as driver:
@@ -329,8 +333,8 @@ class CudaCopier:
             stack.callback(self.buffers.close)
             self._layers = DeviceMemory(driver, 8 * len(pages.layer_addresses))
             stack.callback(self._layers.close)
-            self._gathers = _DirectionStreams(driver, stack, staging_bytes if paths.gather is CopyPath.STAGED else 0)
-            self._scatters = _DirectionStreams(driver, stack, staging_bytes if paths.scatter is CopyPath.STAGED else 0)
+            self._gathers = _DirectionStreams(driver, stack, paths.staging_bytes_of(paths.gather))
+            self._scatters = _DirectionStreams(driver, stack, paths.staging_bytes_of(paths.scatter))
             self._upload_layer_addresses()
             self._stack = stack.pop_all()
 
@@ -451,7 +455,7 @@ class CudaCopier:
             self.pages,
             width_of(self.pages, arguments.chunks, *offsets),
             arguments,
-            blocks=self._direct_blocks if direct else BLOCKS_PER_PROCESSOR * self.device.processor_count,
+            blocks=self.paths.direct_blocks if direct else BLOCKS_PER_PROCESSOR * self.device.processor_count,
             stream=streams.kernels.handle,
         )
 
@@ -461,20 +465,12 @@ class CudaCopier:
         """Submits the DMA between one half of the staging buffer and the pool."""
         for dma_copy in make_dma_copies(self.pages, rows, batch):
             host, device = self._pool.host_address + dma_copy.pool_offset, half.memory.address + dma_copy.staging_offset
-            source, target = (device, host) if to_host else (host, device)
             if dma_copy.height == 1:
+                source, target = (device, host) if to_host else (host, device)
                 driver.call("cuMemcpyAsync", target, source, dma_copy.width, stream.handle)
                 continue
-            pitches = (dma_copy.width, dma_copy.pitch) if to_host else (dma_copy.pitch, dma_copy.width)
-            copy = rectangle(
-                source=source,
-                source_pitch=pitches[0],
-                target=target,
-                target_pitch=pitches[1],
-                width=dma_copy.width,
-                height=dma_copy.height,
-                to_host=to_host,
-            )
+            in_pool, staged = Rows2d(host, dma_copy.pitch), Rows2d(device, dma_copy.width)
+            copy = rectangle(in_pool, staged, dma_copy.width, dma_copy.height, to_host=to_host)
             driver.call("cuMemcpy2DAsync_v2", copy, stream.handle)
 
 
@@ -522,3 +518,56 @@ class _DirectionStreams:
         """The half to use next."""
         self._next = 1 - self._next
         return self._halves[self._next]
+
+
+SAMPLE_BYTES = 16 << 20
+CHUNK_TOKENS = 256
+ROUNDS = 3
+
+
+def fastest_paths(
+    device: Device, program: Program, pages: Pages, clock: Callable[[], float] = time.perf_counter
+) -> CopyPaths:
+    """Copies some blocks to the pool and back by each path, in about 20 ms.
+
+    Leaves the pages unchanged. Nothing else may write to them meanwhile, so it must run before the first forward pass.
+    Raises `CudaError` if the device fails.
+    """
+    copies = sample(pages)
+    extent = copies[-1].offset + pages.extent_bytes(copies[-1].extent_tokens)
+    seconds: dict[tuple[str, CopyPath], float] = {}
+    with device.current() as driver, closing(PinnedMemory(driver, extent)) as memory:
+        for path in CopyPath:
+            with closing(
+                CudaCopier(device, program, pages, memory, paths=CopyPaths(gather=path, scatter=path))
+            ) as copier:
+                for _ in range(1 + ROUNDS):  # the first round is a warm-up
+                    started = clock()
+                    copier.gather(copies, after=0).wait()
+                    between = clock()
+                    copier.scatter(copies, after=0).wait()
+                    ended = clock()
+                    for direction, took in (("gather", between - started), ("scatter", ended - between)):
+                        seconds[direction, path] = min(took, seconds.get((direction, path), took))
+    gather, scatter = (
+        min(CopyPath, key=lambda path, direction=direction: seconds[direction, path])  # type: ignore[misc]
+        for direction in ("gather", "scatter")
+    )
+    return CopyPaths(gather=gather, scatter=scatter)
+
+
+def sample(pages: Pages) -> list[ChunkCopy]:
+    """Copies of whole chunks of the first blocks, up to `SAMPLE_BYTES`."""
+    blocks = min(pages.block_count, max(1, CHUNK_TOKENS // pages.block_tokens))
+    tokens = blocks * pages.block_tokens
+    extent = pages.extent_bytes(tokens)
+    count = max(1, min(pages.block_count // blocks, SAMPLE_BYTES // extent))
+    return [
+        ChunkCopy(
+            offset=index * extent,
+            extent_tokens=tokens,
+            token_count=tokens,
+            block_ids=range(index * blocks, (index + 1) * blocks),
+        )
+        for index in range(count)
+    ]

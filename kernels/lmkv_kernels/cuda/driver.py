@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
+from typing import NamedTuple
 
 
 class CudaError(RuntimeError):
@@ -207,21 +208,27 @@ class Device:
                 self.driver.call("cuDevicePrimaryCtxRelease_v2", self.ordinal)
 
 
-def rectangle(
-    *, source: int, source_pitch: int, target: int, target_pitch: int, width: int, height: int, to_host: bool
-) -> Rectangle:
-    """A copy of `height` rows of `width` bytes between host and device; addresses are of the first row."""
-    host, device = ("target", "source") if to_host else ("source", "target")
-    addresses = {"source": source, "target": target}
+class Rows2d(NamedTuple):
+    """Rows of equal size in one memory."""
+
+    address: int
+    """The first row's."""
+    pitch: int
+    """Bytes from one row to the next."""
+
+
+def rectangle(host: Rows2d, device: Rows2d, width: int, height: int, *, to_host: bool) -> Rectangle:
+    """A copy of `height` rows of `width` bytes between host and device."""
+    host_side, device_side = ("target", "source") if to_host else ("source", "target")
     return Rectangle(
         **{
-            f"{host}_memory": _HOST,
-            f"{host}_host": addresses[host],
-            f"{device}_memory": _DEVICE,
-            f"{device}_device": addresses[device],
+            f"{host_side}_memory": _HOST,
+            f"{host_side}_host": host.address,
+            f"{host_side}_pitch": host.pitch,
+            f"{device_side}_memory": _DEVICE,
+            f"{device_side}_device": device.address,
+            f"{device_side}_pitch": device.pitch,
         },
-        source_pitch=source_pitch,
-        target_pitch=target_pitch,
         width=width,
         height=height,
     )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lmkv.errors import ConfigError
@@ -29,8 +30,7 @@ from lmkv_kernels.cuda import (
     RegisteredMemory,
     driver,
 )
-from lmkv_kernels.cuda.copier import BLOCKS_PER_PROCESSOR, STAGING_BYTES
-from lmkv_kernels.cuda.measure import fastest_paths
+from lmkv_kernels.cuda.copier import BLOCKS_PER_PROCESSOR, STAGING_BYTES, fastest_paths
 
 if TYPE_CHECKING:
     from lmkv_client.connector.worker.device_buffer import DeviceBufferPart
@@ -204,8 +204,11 @@ class DevicePageCopier:
                 self._program,
                 buffer.pages,
                 buffer,
-                paths=CopyPaths(gather=CopyPath.DIRECT, scatter=CopyPath.DIRECT),
-                direct_blocks=BLOCKS_PER_PROCESSOR * self._device.processor_count,
+                paths=CopyPaths(
+                    gather=CopyPath.DIRECT,
+                    scatter=CopyPath.DIRECT,
+                    direct_blocks=BLOCKS_PER_PROCESSOR * self._device.processor_count,
+                ),
             )
             self._buffered = buffer, copier
         return self._buffered[1]
@@ -239,14 +242,8 @@ class DevicePageCopier:
             return _Open(copiers, stack.pop_all())
 
     def _open_copier(self, pages: Pages, paths: CopyPaths, registration: RegisteredMemory) -> CudaCopier:
-        return CudaCopier(
-            self._device,
-            self._program,
-            pages,
-            registration,
-            paths=paths,
-            staging_bytes=STAGING_BYTES // len(self._pages),  # a group has so much less of a chunk
-        )
+        paths = replace(paths, staging_bytes=STAGING_BYTES // len(self._pages))  # a group has so much less of a chunk
+        return CudaCopier(self._device, self._program, pages, registration, paths=paths)
 
     def _unregister(self, registration: RegisteredMemory) -> None:
         with self._device.current():

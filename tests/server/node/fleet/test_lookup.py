@@ -20,7 +20,7 @@ from lmkv.rpc import lookup_call as calls
 from lmkv.rpc.coordinator_client import CoordinatorConnection
 from lmkv.rpc.lookup_call import MAX_IN_FLIGHT, LookupCall
 from lmkv.runtime.places import requester
-from lmkv_server.node.fleet.lookup import CoordinatorLookup
+from lmkv_server.node.fleet.session import CoordinatorLookup
 from tests.waiting import WAIT_SECONDS, until
 
 NodeLookups: TypeAlias = calls.Lookups[pb.LookupRequest, pb.LookupResponse]
