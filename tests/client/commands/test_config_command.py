@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import yaml
 
 from lmkv import cli
 from lmkv.config import ConnectorConfig, NodeConfig, keys, load
+from lmkv.config.lmcache import ABSENT, RENAMED
+from lmkv.config.sources import REPLACED
 from lmkv_client.commands.config import PROCESSES
 from tests.lmkv.config.files import LMCACHE_P2P
 
@@ -40,6 +43,21 @@ def test_import_prints_the_file_and_says_on_the_other_stream_what_became_of_each
     assert len(notices) == len([line for line in LMCACHE_P2P.splitlines() if ": " in line])
     assert "p2p_init_ports: 8200 is now p2p_port: 8200" in notices
     assert "chunk_size: 256 stays" in notices
+
+
+def test_import_says_of_every_key_that_lmkv_lacks_what_takes_its_place(tmp_path: Path, capsys: Capture) -> None:
+    explained = {**ABSENT, **REPLACED}
+    values: dict[str, object] = {**dict.fromkeys(explained, "x"), **dict.fromkeys(RENAMED, "0")}
+    values |= {"controller_monitor_ports": {"pull": 1}, "nixl_buffer_device": "cpu", "nixl_role": "sender"}
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(yaml.safe_dump(values))
+    cli.main(["config", "import", str(file)])
+    said = capsys.readouterr()
+    for name, instead in explained.items():
+        assert f"{name}: ignored; {instead}" in said.err
+    for name, alias in RENAMED.items():
+        became = re.escape(f"ignored; {REPLACED[alias.name]}") if alias.name in REPLACED else r".* is now \w+: "
+        assert re.search(rf"^{name}: {became}", said.err, re.MULTILINE), name
 
 
 def test_import_writes_a_file_that_loads_without_notices(source: Path, tmp_path: Path, capsys: Capture) -> None:

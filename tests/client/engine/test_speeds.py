@@ -282,7 +282,7 @@ def test_a_load_is_too_late_once_computing_its_rest_beats_its_pace(
     ("waited", "steady", "is_late"),
     [
         (0.2, 1.5, True),  # the rest takes three times as long as computing
-        (0.1, 1.5, False),  # too early to tell
+        (0.1, 1.5, False),  # too early for an estimate
         (0.2, 0.9, False),  # not slow enough to give up what comes until then
         (0.2, 0.0, False),  # not known
     ],

@@ -17,7 +17,6 @@ from lmkv.config import (
     from_arguments,
     keys,
 )
-from lmkv.config.sources import REPLACED
 from lmkv.errors import ConfigError
 from tests.lmkv.config.files import EMPTY, PROCESSES, written
 
@@ -97,9 +96,3 @@ def test_the_documentation_lists_every_other_spelling(cls: type[Config]) -> None
         for alias in declared.aliases:
             row = re.search(rf"^\| .*`{alias.name}`.* \| `{name}` \|$", page, re.MULTILINE)
             assert row or re.search(rf"`{alias.name}`(?: is short)? for\s`{name}`", own), alias.name
-
-
-def test_the_documentation_lists_every_key_that_was_replaced() -> None:
-    page = (DOCS / "guides" / "migrate-from-lmcache.md").read_text(encoding="utf-8")
-    for name, instead in REPLACED.items():
-        assert re.search(rf"^\| .*`{name}`.* \| {re.escape(instead)} \|$", page, re.MULTILINE), name

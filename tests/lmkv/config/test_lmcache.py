@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -165,18 +164,6 @@ def test_what_the_importer_explains_is_nothing_that_lmkv_reads() -> None:
     assert not ABSENT.keys() & known_spellings()
     assert not RENAMED.keys() & known_spellings()
     assert {alias.name for alias in RENAMED.values()} <= known_spellings()
-
-
-def test_the_documentation_lists_every_key_that_is_explained() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "guides" / "migrate-from-lmcache.md").read_text(encoding="utf-8")
-    _, _, tables = page.partition("\n## Keys\n")
-    renamed, _, explained = tables.partition("and explains:")
-    rows = [row.split(" | ") for row in re.findall(r"^\| (`.*`) \|$", renamed, re.MULTILINE)]
-    pairs = [pair for old, new in rows for pair in zip(old.split(", "), new.split(", "), strict=True)]
-    assert sorted(pairs) == sorted((f"`{name}`", f"`{alias.name}`") for name, alias in RENAMED.items())
-    rows = [row.split(" | ") for row in re.findall(r"^\| (`.*) \|$", explained, re.MULTILINE)]
-    reasons = [(name, instead) for names, instead in rows for name in names.split(", ")]
-    assert sorted(reasons) == sorted((f"`{name}`", instead) for name, instead in ABSENT.items())
 
 
 anything = st.recursive(

@@ -72,7 +72,7 @@ class EncodedCopies:
         return [found.get(extent.offset) if extent else None for extent in reserved]
 
     def release(self, copies: Sequence[EncodedCopy]) -> None:
-        """Frees the memory of copies that nobody may read any more."""
+        """Frees the memory of copies that no reader may use any more."""
         for copy in copies:
             self._release(copy.offset, align(copy.size_bytes))
 

@@ -73,7 +73,7 @@ async def test_an_instance_is_located_or_known_to_be_nowhere(coordinator: Coordi
         found = await fleet.locate("a")
         assert found
         assert found.instance_id == "a"
-        assert await fleet.locate("nobody") is None
+        assert await fleet.locate("unknown") is None
 
 
 # --- Lookups -----------------------------------------------------------------------------------------------------

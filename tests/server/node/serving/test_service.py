@@ -192,7 +192,7 @@ async def test_acquire_lists_what_is_held_and_keeps_it_in_place_until_release(
         assert not any(chunk.holds for chunk in owner.tier)
 
 
-async def test_what_peers_read_is_evicted_after_what_nobody_does(reader: Parts) -> None:
+async def test_what_peers_read_is_evicted_after_what_no_peer_does(reader: Parts) -> None:
     async with Parts("full", chunk_count=len(KEYS)) as owner:
         for key in KEYS:
             owner.put(key)
