@@ -72,10 +72,14 @@ def as_tokens(tokens: Sequence[int] | NDArray[np.integer], vocab_size: int = 0) 
         raise BadTokens(f"tokens must be integers from 0 to 2^32-2: {error}") from None
     if array.ndim != 1:
         raise BadTokens("tokens must be one flat list")
+    limit = vocab_size or 0xFFFF_FFFF
+    if array.dtype == np.dtype("<i4") and array.flags.c_contiguous and limit <= 1 << 31:
+        unsigned = array.view("<u4")  # of negative ids: numbers from 2^31 on
+        if int(unsigned.max(initial=0)) < limit:
+            return unsigned
     if array.dtype.kind == "i" and (least := int(array.min(initial=0))) < 0:
         raise BadTokens(f"token id {least} is negative", token=least)
     top = int(array.max(initial=0))
-    limit = vocab_size or 0xFFFF_FFFF
     if array.size and top >= limit:
         raise BadTokens(f"token id {top} is beyond the vocabulary of {limit}", token=top, vocab_size=limit)
     return np.ascontiguousarray(array, dtype="<u4")

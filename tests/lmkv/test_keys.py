@@ -205,6 +205,16 @@ def test_an_array_is_refused_like_a_list(tokens: Any) -> None:
         as_tokens(np.array(tokens))
 
 
+@pytest.mark.parametrize("vocab_size", [0, 100])
+def test_negative_tokens_of_a_message_are_named(vocab_size: int) -> None:
+    """They are 32 bits wide, and not copied."""
+    with pytest.raises(BadTokens, match="token id -3 is negative"):
+        as_tokens(np.array([5, -3, 7], np.int32), vocab_size)
+    for tokens in (np.array([5, 99], np.int32), np.array([5, 0, 99], np.int32)[::2]):
+        found = as_tokens(tokens, vocab_size)
+        assert (found.dtype, found.tolist()) == (np.dtype("<u4"), [5, 99])
+
+
 def test_a_token_beyond_the_vocabulary_is_named() -> None:
     with pytest.raises(BadTokens, match="token id 100 is beyond the vocabulary of 100") as raised:
         as_tokens([1, 100], vocab_size=100)

@@ -109,7 +109,7 @@ class PromptChain:
 
     def __init__(self, root: ChunkKey, chunk_size: int, page_prior: bytes | None = None) -> None:
         """`page_prior` is the digest before the first page (`page_seed`) if chunks are an engine's pages, else None."""
-        self._root = root
+        self.root = root
         self._parent: bytes = root
         self._chunk_size = chunk_size
         self._prior = page_prior
@@ -119,7 +119,7 @@ class PromptChain:
     def extend(self, tokens: Tokens) -> bytes:
         """The keys of the next tokens, which begin with a chunk. If chunks are an engine's pages: of full ones only."""
         if self._prior is not None:
-            keys, self._prior = page_keys(tokens, self._root, self._chunk_size, self._prior)
+            keys, self._prior = page_keys(tokens, self.root, self._chunk_size, self._prior)
             return keys
         keys = chunk_keys(tokens, self._parent, self._chunk_size)
         self._parent = keys[-KEY_BYTES:]
@@ -277,18 +277,7 @@ class Selector:
             keys = [chain.extend(unsigned) for chain in chains]
         else:
             keys = await self._compute_long(unsigned, chains)
-        return [self._of_chain(own, one, unsigned, cache_salt) for own, one in zip(keys, namespaces, strict=True)]
-
-    def _of_chain(self, keys: bytes, namespace: Namespace, tokens: Tokens, cache_salt: str) -> SelectedChunks:
-        spec = namespace.spec
-        if spec.has_page_hashes:
-            return SelectedChunks(keys=keys, fingerprint=spec.fingerprint, prompt=Prompt(spec, keys))
-        if not spec.ends_anywhere:
-            keys = keys[: tokens.size // spec.chunk_size * KEY_BYTES]
-            return SelectedChunks(keys=keys, fingerprint=spec.fingerprint, prompt=Prompt(spec, keys))
-        root = self._root(namespace, cache_salt)
-        prompt = Prompt(spec, keys, token_count=tokens.size, root=root, tokens=tokens)
-        return SelectedChunks(keys=keys, fingerprint=spec.fingerprint, prompt=prompt)
+        return [_of_chain(*one, unsigned) for one in zip(keys, chains, namespaces, strict=True)]
 
     def _of_keys(self, keys: bytes, fingerprint: bytes) -> SelectedChunks:
         """Chunks by key. Raises `BadChunkKey` if they have too many parts together."""
@@ -350,6 +339,17 @@ class Selector:
                 return [await chain.extend_in_slices(tokens) for chain in chains]
         finally:
             self._waiting_count -= 1
+
+
+def _of_chain(keys: bytes, chain: PromptChain, namespace: Namespace, tokens: Tokens) -> SelectedChunks:
+    spec = namespace.spec
+    if spec.has_page_hashes:
+        return SelectedChunks(keys=keys, fingerprint=spec.fingerprint, prompt=Prompt(spec, keys))
+    if not spec.ends_anywhere:
+        keys = keys[: tokens.size // spec.chunk_size * KEY_BYTES]
+        return SelectedChunks(keys=keys, fingerprint=spec.fingerprint, prompt=Prompt(spec, keys))
+    prompt = Prompt(spec, keys, token_count=tokens.size, root=chain.root, tokens=tokens)
+    return SelectedChunks(keys=keys, fingerprint=spec.fingerprint, prompt=prompt)
 
 
 def _join(keys: Iterable[bytes]) -> bytes:
