@@ -22,6 +22,7 @@ from tests.cluster.restarts import (
     disk_outlives_memory,
     drain_before_change,
     drain_before_stop,
+    folder_outlives_memory,
     kill_each_kind,
     replace_nodes,
     restart_alone,
@@ -55,6 +56,14 @@ ALWAYS: Sequence[Check] = (move, drain, kill_each_kind, rolling_restart)
 POLICIES = {"enabled": True, "egress": {"enabled": True}}
 ON_DISK = {"maxLocalDiskSize": 0.125, "diskVolume": {"hostPath": {"path": "/mnt/lmkv", "type": "DirectoryOrCreate"}}}
 
+IN_FOLDER = {"maxRemoteSize": 0.125, "remote": {"volume": {"persistentVolumeClaim": {"claimName": "kv"}}}}
+CLAIM = {
+    "apiVersion": "v1",
+    "kind": "PersistentVolumeClaim",
+    "metadata": {"name": "kv"},
+    "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
+}
+
 CASES: Mapping[str, Case] = {
     "nodes": Case(
         values={"coordinator": {"replicas": 2}},
@@ -86,6 +95,10 @@ CASES: Mapping[str, Case] = {
         values={"coordinator": {"replicas": 2}, "node": ON_DISK},
         checks=(helm_test, chunks_across_pods, upgrade, replace_nodes, chunks_across_pods, disk_outlives_memory),
         from_previous=True,
+    ),
+    "shared-folder": Case(
+        values={"coordinator": {"replicas": 2}, "node": IN_FOLDER, "extraObjects": [CLAIM]},
+        checks=(helm_test, chunks_across_pods, folder_outlives_memory, rolling_restart, chunks_across_pods),
     ),
     "valkey": Case(
         values={"coordinator": {"replicas": 2, "layoutMap": {"existingSecret": "layout-map"}}},

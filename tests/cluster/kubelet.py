@@ -331,6 +331,9 @@ def make_folder(folder: Folder) -> None:
     """Makes the folder of a volume with its files, and gives it to its group as a kubelet does."""
     folder.path.mkdir(parents=True, exist_ok=True)
     if folder.keep:
+        if folder.group is not None:  # a claim's
+            os.chown(folder.path, -1, folder.group)
+            folder.path.chmod(0o2775)
         return
     if not folder.files:
         folder.path.chmod(0o777)

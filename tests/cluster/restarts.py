@@ -14,6 +14,7 @@ from tests.cluster.kubelet import RunningPod, Stop
 from tests.cluster.nodes import load_at, store_at
 from tests.cluster.stored import CHUNKS, known, remembered, until_held
 from tests.cluster.translation import Pod, pods
+from tests.server.node.cases import chunk_keys
 
 
 async def settled(fleet: Fleet) -> None:
@@ -204,4 +205,24 @@ async def disk_outlives_memory(fleet: Fleet) -> str:
     await settled(fleet)
     elsewhere = await load_at(fleet.cluster, host, first, CHUNKS)
     assert elsewhere == {"disk": CHUNKS}, elsewhere
+    return f"{CHUNKS} chunks"
+
+
+async def folder_outlives_memory(fleet: Fleet) -> str:
+    """What a host has written to the folder that hosts share hits at another after the first lost its memory."""
+    (first, second), number = fleet.cluster.hosts, 60_000
+    await store_at(fleet.cluster, first, number, CHUNKS)
+    names = {key.hex() for key in chunk_keys(*range(number, number + CHUNKS))}
+
+    async def written() -> bool:
+        return names <= {file.name for file in fleet.cluster.places.of_claim("kv").rglob("*")}
+
+    await fleet.cluster.wait_for(written, f"the chunks of {first} are in the shared folder")
+    (running,) = (each for each in fleet.cluster.of(NODES) if each.pod.host == first)
+    await fleet.cluster.delete(running, force=True)
+    shutil.rmtree(fleet.cluster.places.of_host(first, "/dev/shm"))
+    await fleet.cluster.start(running.pod)
+    await settled(fleet)
+    elsewhere = await load_at(fleet.cluster, second, number, CHUNKS)
+    assert elsewhere == {"remote": CHUNKS}, elsewhere
     return f"{CHUNKS} chunks"

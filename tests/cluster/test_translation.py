@@ -40,6 +40,7 @@ REFUSED = {
     "webhook": "",
     "webhook-sidecar": "",
     "engines": r"demo-lmkv-engine-(llama|qwen)-0: volume models: persistentVolumeClaim: .*",
+    "shared-folder": r"demo-lmkv-node-host-1: volume remote: persistentVolumeClaim: .*",
     "names": r"kv-coordinator-0: volume models: persistentVolumeClaim: .*",
     "hosts": r"demo-lmkv-engine-llama-0: runtimeClassName|demo-lmkv-engine-[a-z-]+: LeaderWorkerSet",
     "rdma": "demo-lmkv-node-host-1: dnsPolicy, hostNetwork",

@@ -167,6 +167,10 @@ class Places:
         root = self.memory if path.startswith("/dev/shm") else self.disk
         return root / "hosts" / host / path.strip("/")
 
+    def of_claim(self, name: str) -> Path:
+        """A volume that pods of all hosts mount."""
+        return self.disk / "claims" / name
+
     def of_pod(self, pod: str, volume: str, *, in_memory: bool) -> Path:
         """A volume that ends with its pod."""
         return (self.memory if in_memory else self.disk) / "pods" / pod / volume
@@ -183,6 +187,8 @@ def folder_of(volume: Manifest, pod: Pod, manifests: Sequence[Manifest], places:
     source = volume[kind]
     if kind == "hostPath":
         return Folder(path=places.of_host(pod.host, source["path"]), keep=True)
+    if kind == "persistentVolumeClaim" and is_shared(source["claimName"], manifests):
+        return Folder(path=places.of_claim(source["claimName"]), group=group, keep=True)
     in_memory = kind == "emptyDir" and source.get("medium") == "Memory"
     path = places.of_pod(pod.name, volume["name"], in_memory=in_memory)
     if kind == "emptyDir" and source.get("medium", "") in ("", "Memory"):
@@ -198,6 +204,12 @@ def folder_of(volume: Manifest, pod: Pod, manifests: Sequence[Manifest], places:
     # The kubelet adds the group's right to read.
     files = {item["path"]: File(content=data[item["key"]], mode=mode | (0o040 if group else 0)) for item in items}
     return Folder(path=path, files=files, group=group)
+
+
+def is_shared(claim: str, manifests: Sequence[Manifest]) -> bool:
+    """Whether a claim is one of the manifests, and its volume one of all hosts."""
+    claims = [each for each in manifests if each["kind"] == "PersistentVolumeClaim"]
+    return any(each["metadata"]["name"] == claim and "ReadWriteMany" in each["spec"]["accessModes"] for each in claims)
 
 
 def secret_data(secret: Manifest) -> dict[str, bytes]:
