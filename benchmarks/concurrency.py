@@ -35,6 +35,8 @@ STREAM_TOKENS, STREAM_PROMPT_TOKENS, STREAM_COUNT = 200, 64, 2
 CAPACITY = "c16"
 """The level at which the engine alone shows what it can do: open loops ask for shares of that."""
 MISSES = "misses"
+MISSES_FACTOR = 3
+"""New prompts at the level `c16`, of its requests: what is asked there is a difference of some per cent."""
 CELLS = (OWN, MISSES, places.SHM, places.TCP, places.TCP_10, places.TCP_1, places.DISK, places.REDIS)
 ALONE_WORDS = "the engine alone"
 
@@ -210,7 +212,8 @@ def _measure_cell(
             pair.wait_until_stored(document)
     found: dict[str, Measured] = {}
     for name, level in levels.items():
-        asked = workload.prompts(name, level.request_count)
+        factor = MISSES_FACTOR if cell == MISSES and name == CAPACITY else 1
+        asked = workload.prompts(name, factor * level.request_count)
         pids = session_pids(pair.second.pid)
         before, steps = machine.process_seconds(pids), _steps(pair)
         if level.share:

@@ -15,7 +15,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.support import engines, timing
+from benchmarks.support import clients, engines, timing
+from benchmarks.support.clients import Measured
 from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
@@ -23,15 +24,19 @@ from benchmarks.systems.pairs import PairPlan, lmcache_problem, nixl_problem
 from benchmarks.systems.prefill_decode import (
     PROMPTS_IN_CACHE,
     STEP_TOKENS,
+    Ask,
     System,
     TimedResponse,
     lmcache_system,
+    lmkv_fan_in,
     lmkv_system,
+    nixl_fan_in,
     nixl_system,
     one_engine,
     thawed,
 )
 from lmkv.errors import LmkvError
+from lmkv_client.demo.endpoint import Completion
 
 NAMED_TOKENS = 2048
 """The prompt length of rows without a length in their name: computed in one step, then transferred."""
@@ -42,9 +47,14 @@ TIMES = ("ttft", "second_token", "itl", "total")
 STEP_ROUNDS = 3
 ABORTED_REQUESTS = 100
 ABORTED_PROMPT_TOKENS = 512
-LMKV, ONE = "lmkv", "one_engine"
-NAMES = {ONE: "one engine", "nixlconnector": "NixlConnector", "lmcache": "LMCache"}
+LMKV, ONE, NIXL = "lmkv", "one_engine", "nixlconnector"
+NAMES = {ONE: "one engine", NIXL: "NixlConnector", "lmcache": "LMCache"}
 """What lmkv is compared with, in the order of rows."""
+
+PREFILLS, CLIENTS, FAN_IN_PROMPTS = 2, 16, 48
+FAN_IN_TOKENS, FAN_IN_ANSWER = 1024, 16
+"""Prompts that some prefill engines compute for one decode engine."""
+PARTS = ("pair", "fan_in")
 
 Round = Mapping[str, TimedResponse]
 """What each system answered to one prompt."""
@@ -54,12 +64,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this benchmark."""
     engines.add_dtype_argument(parser)
     parser.add_argument("--rounds", type=int, metavar="N", help="prompts of each length (4; 1 with --quick)")
+    parser.add_argument("--only", choices=PARTS, help="one client and pairs of engines, or 16 clients and two prefills")
     parser.add_argument("--lmcache-python", type=Path, metavar="PATH", help="Python of an environment with LMCache 0.5")
 
 
 def measure(run: BenchmarkRun) -> None:
     """Every system that is there."""
     dtype = engines.choose_dtype(run, compares_answers=True)
+    if run.args.only != "fan_in":
+        measure_pairs(run, dtype)
+    if run.args.only == "fan_in" or not (run.args.only or run.quick):
+        measure_fan_in(run, dtype)
+
+
+def measure_fan_in(run: BenchmarkRun, dtype: str) -> None:
+    """Adds rows for several clients of two prefill engines and one decode engine, by lmkv and by `NixlConnector`."""
+    prompts = Prompts(seed=12)
+    plan = PairPlan(
+        run=run,
+        model=engines.model_of(run),
+        context_tokens=engines.context_for(FAN_IN_TOKENS, FAN_IN_ANSWER),
+        dtype=dtype,
+        prompts_in_pool=2 * CLIENTS,
+        prompts_in_cache=CLIENTS,
+    )
+    engines.check_memory((PREFILLS + 1) * (engines.ENGINE_BYTES + 3 * plan.pool_bytes // 2))
+    warm = [prompts.make(WARM_UP_TOKENS[0]) for _ in range(2 * PREFILLS)]
+    asked = [prompts.make(FAN_IN_TOKENS) for _ in range(CLIENTS if run.quick else FAN_IN_PROMPTS)]
+    systems = {NIXL: nixl_fan_in, LMKV: lmkv_fan_in}
+    if problem := nixl_problem():
+        run.note(problem)
+        del systems[NIXL]
+    found: dict[str, Measured] = {}
+    for name, start in systems.items():
+        run.say(f"starting {PREFILLS + 1} engines for {CLIENTS} clients, {name}, {dtype}; a minute or more")
+        with start(plan, PREFILLS) as ask:
+            complete = partial(_complete, ask)
+            clients.closed_loop(complete, warm, PREFILLS)
+            found[name] = clients.closed_loop(complete, asked, CLIENTS)
+        other = found.get(NIXL) if name == LMKV else None
+        run.add(*found[name].rows(f"pd_fan_in_{name}_c{CLIENTS}", NAMES[NIXL], other))
+    if NIXL in found:
+        same = round(found[LMKV].identical_to(found[NIXL]) * len(asked) / 100)
+        engines.check_identical(run, f"{CLIENTS} clients, both systems", same, len(asked))
+
+
+def _complete(ask: Ask, prompt: Sequence[int]) -> Completion:
+    return ask(prompt, FAN_IN_ANSWER)
+
+
+def measure_pairs(run: BenchmarkRun, dtype: str) -> None:
+    """Adds rows for one client of a prefill and a decode engine, by every system that is there."""
     lengths = LENGTHS[:1] if run.quick else LENGTHS
     token_count = 8 if run.quick else 32
     plan = PairPlan(run=run, model=engines.model_of(run), context_tokens=engines.context_for(max(lengths)), dtype=dtype)
@@ -87,7 +142,7 @@ def starts(run: BenchmarkRun, plan: PairPlan) -> dict[str, Callable[[], Abstract
     if problem := nixl_problem():
         run.note(problem)
     else:
-        found["nixlconnector"] = partial(nixl_system, plan)
+        found[NIXL] = partial(nixl_system, plan)
         needed_bytes += pair_bytes
     python: Path | None = run.args.lmcache_python
     if run.quick:  # not even five engines start in three minutes

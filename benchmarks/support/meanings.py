@@ -34,6 +34,11 @@ _MEANINGS = {
         for level, words in _LEVELS
         for what, meaning in _CONCURRENT
     },
+    r"pd_fan_in_lmkv_c(\d+)_identical": "two prefill engines, {} clients: answers equal with both systems",
+    **{
+        rf"pd_fan_in_(lmkv|nixlconnector)_c(\d+)_{what}": f"{{}}, two prefill engines, {{}} clients: {meaning}"
+        for what, meaning in _CONCURRENT
+    },
     r"(peer|own)_ttft_ratio": "TTFT of a hit in {}, over the TTFT of a miss",
     r"ttft_cold_ms": "TTFT of a miss",
     r"ttft_prefix_hit_ms": "TTFT of a hit in vLLM's prefix cache",

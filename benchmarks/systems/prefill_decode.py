@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from benchmarks.systems.calls import PdCalls
 from benchmarks.systems.pairs import ROOT, PairPlan
 from lmkv.errors import LmkvError, Unreachable
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.endpoint import CompletionToken
+from lmkv_client.demo.endpoint import Completion, CompletionToken
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import ServerProcess, free_port, session_pids
 from tests.support.plain_nixl import plain_nixl
@@ -38,6 +38,18 @@ ABORTED_TOKENS = 16
 """Tokens that a client asks for before it leaves."""
 REQUEST_SECONDS = 120.0
 NOTICE_SECONDS = 30.0
+TO_BE_DECODED: Mapping[str, object] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What vLLM's toy proxy sends to a prefill engine with `NixlConnector`."""
+
+Ask = Callable[[Sequence[int], int], Completion]
+"""Completes a prompt with this number of tokens; several threads may call it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,10 +121,10 @@ def send(number: signal.Signals, to: Sequence[ServerProcess]) -> None:
         os.kill(pid, number)
 
 
-def engine_options(plan: PairPlan) -> dict[str, Any]:
+def engine_options(plan: PairPlan, prompts_in_cache: int = PROMPTS_IN_CACHE) -> dict[str, Any]:
     """Arguments of all engines."""
     steps = ("--max-num-batched-tokens", str(STEP_TOKENS))
-    return engines.options(plan.dtype, plan.context_tokens, PROMPTS_IN_CACHE) | {"extra_arguments": steps}
+    return engines.options(plan.dtype, plan.context_tokens, prompts_in_cache) | {"extra_arguments": steps}
 
 
 @contextmanager
@@ -162,35 +174,16 @@ def nixl_system(plan: PairPlan) -> Iterator[System]:
     the decode has the prompt.
     """
     pair = [
-        EngineProcess(
-            plan.model,
-            plan.run.logs,
-            name=f"nixl-{name}",
-            transfer_config={"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"},
-            environment={
-                "PYTHONPATH": str(plain_nixl(plan.run.folder)),
-                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-            },
-            **engine_options(plan),
-        )
+        nixl_engine(plan, name, role, **engine_options(plan))
         for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
     ]
     prefill, decode = pair
-    to_be_decoded = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
 
     def ask(prompt: Sequence[int], token_count: int) -> TimedResponse:
         with ExitStack() as until_decoded:
             with thawed([prefill]):
                 began = time.perf_counter()
-                params = prefilled(prefill, prompt, to_be_decoded)["kv_transfer_params"]
+                params = prefilled(prefill, prompt, TO_BE_DECODED)["kv_transfer_params"]
                 before = time.perf_counter() - began
                 until_decoded.enter_context(thawed([decode]))
                 tokens = decode.stream(prompt, token_count, extra={"kv_transfer_params": params})
@@ -200,6 +193,64 @@ def nixl_system(plan: PairPlan) -> Iterator[System]:
 
     with started_and_frozen(plan, pair):
         yield System(ask=ask, decode=decode, is_frozen=True)
+
+
+def nixl_engine(plan: PairPlan, name: str, role: str, **options: Any) -> EngineProcess:
+    """An engine with vLLM's `NixlConnector`, not started."""
+    return EngineProcess(
+        plan.model,
+        plan.run.logs,
+        name=f"nixl-{name}",
+        transfer_config={"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"},
+        environment={
+            "PYTHONPATH": str(plain_nixl(plan.run.folder)),
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        },
+        **options,
+    )
+
+
+@contextmanager
+def lmkv_fan_in(plan: PairPlan, prefill_count: int) -> Iterator[Ask]:
+    """Some prefill engines and one decode engine behind lmkv's proxy, for several clients."""
+    settings = PATIENCE | engines.pool_setting(plan.pool_bytes)
+    options = engine_options(plan, plan.prompts_in_cache)
+    with Cluster(plan.run.folder, plan.model, logs=plan.run.logs, settings=settings, coordinator=False) as cluster:
+        for name, role in fan_in_roles(prefill_count):
+            transfer_config = {"kv_connector": "LMKVConnector", "kv_role": role}
+            cluster.add_engine(name, transfer_config=transfer_config, **options)
+        cluster.start_engines(lambda engine: plan.run.say(f"{engine.name} is ready"))
+        *prefills, decode = cluster.engines.values()
+        with ProxyProcess(plan.run.logs, prefills, [decode]) as proxy:
+            yield proxy.complete
+
+
+@contextmanager
+def nixl_fan_in(plan: PairPlan, prefill_count: int) -> Iterator[Ask]:
+    """The same engines with vLLM's `NixlConnector`; clients take the prefill engines in turn, as vLLM's toy proxy."""
+    options = engine_options(plan, plan.prompts_in_cache)
+    fleet = [nixl_engine(plan, name, role, **options) for name, role in fan_in_roles(prefill_count)]
+    *prefills, decode = fleet
+    turns = count()
+
+    def ask(prompt: Sequence[int], token_count: int) -> Completion:
+        began = time.perf_counter()
+        params = prefilled(prefills[next(turns) % prefill_count], prompt, TO_BE_DECODED)["kv_transfer_params"]
+        before = time.perf_counter() - began
+        done = decode.complete(prompt, token_count, extra={"kv_transfer_params": params})
+        return replace(done, ttft_seconds=before + done.ttft_seconds, total_seconds=before + done.total_seconds)
+
+    with started_and_frozen(plan, fleet), thawed(fleet):
+        yield ask
+
+
+def fan_in_roles(prefill_count: int) -> list[tuple[str, str]]:
+    """The names and roles of the engines, the decode last."""
+    return [
+        *((f"prefill-{number}", "kv_producer") for number in range(1, prefill_count + 1)),
+        ("decode", "kv_consumer"),
+    ]
 
 
 @contextmanager

@@ -13,11 +13,13 @@ import pytest
 import zmq
 
 from benchmarks import pd
+from benchmarks.support.clients import Measured
 from benchmarks.support.meanings import meaning_of
 from benchmarks.systems import prefill_decode
 from benchmarks.systems.calls import SERVICE, PdCounts
 from benchmarks.systems.prefill_decode import System, TimedResponse
 from lmkv.errors import LmkvError
+from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import ServerProcess, session_pids
 
@@ -53,6 +55,23 @@ def test_rows_compare_lmkv_with_every_system() -> None:
     assert rows["pd_seam_ms"].baseline_value == pytest.approx(300)
     assert "pd_transfer_vs_one_engine" not in rows
     assert all(meaning_of(name) for name in rows)
+
+
+def test_every_row_of_several_clients_has_a_meaning() -> None:
+    done = Completion(
+        token_ids=(1, 2),
+        text="",
+        finish_reason="length",
+        prompt_tokens=9,
+        cached_tokens=0,
+        ttft_seconds=0.1,
+        total_seconds=0.2,
+        gaps=(0.1,),
+    )
+    found = Measured(completions=[done], seconds=1.0)
+    rows = [*found.rows("pd_fan_in_nixlconnector_c16"), *found.rows("pd_fan_in_lmkv_c16", "NixlConnector", found)]
+    assert all(meaning_of(row.name) for row in rows)
+    assert meaning_of("pd_fan_in_lmkv_c16_identical").endswith("equal with both systems")
 
 
 def test_answers_that_differ_are_counted() -> None:
