@@ -183,9 +183,8 @@ class NixlFiles:
         self._transfer("WRITE", fd, memory)
 
     def _transfer(self, operation: str, fd: int, memory: memoryview) -> None:
-        anchor = ctypes.c_char.from_buffer(memory)
-        address, size_bytes = ctypes.addressof(anchor), len(memory)
-        del anchor  # would keep the memory mapped
+        # In one expression: a variable of what it makes would keep the memory mapped.
+        address, size_bytes = ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory)
         try:
             agent = self._agent()
             file = agent.register_memory([(0, size_bytes, fd, "")], "FILE")

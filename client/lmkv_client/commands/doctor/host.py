@@ -22,10 +22,8 @@ def node_runs(config: NodeConfig) -> bool:
     try:
         with config.lock_path.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # there is no such file
-        return False
+    except OSError as error:  # another process holds it, or there is no such file
+        return isinstance(error, BlockingIOError)
     return False
 
 

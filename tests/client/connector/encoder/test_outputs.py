@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from lmkv.errors import ConfigError
 from lmkv.keys import MEDIA_HASH_SCHEME
 from lmkv.spec import KvSpec
 from lmkv_client.connector.encoder import worker
-from lmkv_client.connector.encoder.outputs import CHUNK_ROWS, EncoderPlan, OutputName, OutputWidths
+from lmkv_client.connector.encoder.outputs import CHUNK_ROWS, EncoderPlan, OutputName, OutputWidths, encoder_spec
 from lmkv_client.connector.encoder.scheduler import OutputLookup
 from lmkv_client.connector.encoder.worker import MAX_WAITING_BYTES, EncoderStores, EncoderWorker, host_bytes, store
 from lmkv_client.engine import Engine
@@ -156,6 +157,24 @@ def test_outputs_that_wait_to_be_stored_are_bounded(runtime_dir: Path) -> None:
         stores.add(name, made)
     assert stores.take_counts() == {"encoder_skipped_stores": 1}
     stores.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float64}, "dtype float64 is unknown"),
+        ({"multimodal_config": None}, "has no encoder"),
+        ({"is_encoder_decoder": True}, "has no encoder"),
+    ],
+)
+def test_a_model_whose_outputs_cannot_be_stored_is_refused(
+    changes: dict[str, object], reason: str, runtime_dir: Path
+) -> None:
+    values = {"served_model_name": "pictures", "multimodal_config": object(), "is_encoder_decoder": False}
+    model = SimpleNamespace(**(values | {"dtype": torch.bfloat16} | changes))
+    vllm_config: Any = SimpleNamespace(model_config=model)
+    with pytest.raises(ConfigError, match=reason):
+        encoder_spec(vllm_config, connector_config(runtime_dir, model_id="pictures"))
 
 
 def test_widths_are_those_that_vllm_measures_or_the_configuration_says() -> None:

@@ -205,6 +205,18 @@ async def test_a_node_that_stops_leaves_its_orders() -> None:
             remote.signal(signal.SIGCONT)
 
 
+async def test_a_coordinator_whose_reports_have_ended_is_not_notified(shelf: Shelf) -> None:
+    orders = shelf.here.orders
+    notified: list[str] = []
+    for name in ("gone", "here"):
+        orders.add_listener(name, partial(notified.append, name))
+    for _ in range(2):
+        orders.remove_listener("gone")
+    orders.start(pin(KEYS[:1]), "here")
+    await until(lambda: bool(notified))
+    assert set(notified) == {"here"}
+
+
 @pytest.mark.parametrize(
     ("action", "expected"),
     [
@@ -221,6 +233,7 @@ async def test_a_node_that_stops_leaves_its_orders() -> None:
         ({"pin": pb.PinOrder(pin_id="p", chunk_keys=bytes(16))}, "BAD_SELECTION"),
         ({"pin": pb.PinOrder(chunk_keys=bytes(16), ttl=Duration(seconds=1))}, "BAD_MESSAGE"),
         ({"pin": pb.PinOrder(pin_id="p", tier=GPU)}, "TIER_UNSUPPORTED"),
+        ({"explain": pb.ExplainOrder(chunk_keys=KEYS[0])}, "BAD_MESSAGE"),
         ({}, "BAD_MESSAGE"),
     ],
 )
