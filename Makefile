@@ -21,7 +21,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help nightly fix setup setup-ray setup-sglang setup-vllm-previous setup-vllm-next demo test test-all test-models test-cpp-engine test-envoy test-ray test-sglang test-vllm-previous test-vllm-next chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images images-publish images-reproducible cluster cluster-first-image chart chart-publish release-publish version verify \
+.PHONY: help nightly fix setup setup-ray setup-sglang setup-vllm-previous setup-vllm-next demo test test-all test-models test-cpp-engine test-envoy test-ray test-sglang test-vllm-previous test-vllm-next chaos histories soak audits mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images images-publish images-reproducible cluster cluster-first-image chart chart-publish release-publish version verify \
 	benchmarks kv-events verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
 	fix-bounds fix-format fix-lint fix-locks fix-metrics fix-protos fix-typescript
 
@@ -73,7 +73,7 @@ test-all: $(STAMP) ## run the other tests: more engines, charts, wheels, browser
 
 nightly: ## run the long suites, for hours: all models, other engines, chaos, histories, soak, fuzzing, mutants
 	@for suite in test-models test-cpp-engine test-envoy test-ray test-sglang test-vllm-previous test-vllm-next \
-		chaos histories soak models fuzz fuzz-kernels mutants; do $(MAKE) $$suite || failed="$$failed $$suite"; done; \
+		chaos histories soak audits models fuzz fuzz-kernels mutants; do $(MAKE) $$suite || failed="$$failed $$suite"; done; \
 		[ -z "$$failed" ] || { echo "nightly: failed:$$failed"; exit 1; }
 
 test-models: $(STAMP) # run the tests with engines of all architectures, and four ranks; ARGS="-k gpt_oss" selects one
@@ -114,6 +114,9 @@ histories: $(STAMP) # record all calls of a fleet under faults for an hour, and 
 
 soak: $(STAMP) # run a fleet under load for an hour and check that memory, files, threads, tasks and latency do not rise
 	@LMKV_SOAK_SECONDS=$${LMKV_SOAK_SECONDS:-3600} LMKV_SOAK_OUTPUT=$${LMKV_SOAK_OUTPUT:-build/soak} $(BIN)/python -m pytest -q tests/soak $(ARGS)
+
+audits: $(STAMP) # audit 20,000 honest chunks of all architectures, and fail if one is suspect; ARGS="--only llama --chunks 500" selects
+	@$(BIN)/python -m tests.engines.audit_run $(ARGS)
 
 kv-events: $(STAMP) # compare an index built from KV events with the layout map over a recorded trace: make kv-events TRACE=FILE
 	@LMKV_EVENTS_TRACE=$(TRACE) $(BIN)/python -m pytest -q -s tests/client/test_kv_events_trace.py $(ARGS)
