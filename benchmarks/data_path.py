@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from benchmarks.node import copies, fetches, hooks, lookups, misses, short_hits, ttft
+from benchmarks.node import audits, copies, fetches, hooks, lookups, misses, short_hits, ttft
 from benchmarks.support import engines
 from benchmarks.support.command import Benchmark, BenchmarkRun
 from lmkv_client.demo.cluster import Cluster
 
-PARTS = ("copies", "fetches", "lookups", "ttft", "hits", "misses")
+PARTS = ("copies", "fetches", "lookups", "ttft", "hits", "misses", "audits")
 PLAIN = "plain"
 """Name of the engine without a connector."""
 
@@ -42,6 +42,9 @@ def measure(run: BenchmarkRun) -> None:
         measure_lookups(run)
     if {"ttft", "hits", "misses"} & set(parts):
         measure_engines(run, dtype, parts)
+    if "audits" in parts:
+        with started(run, dtype, [*audits.SETTINGS]) as cluster:
+            audits.measure(run, cluster)
 
 
 def measure_lookups(run: BenchmarkRun) -> None:
@@ -84,7 +87,7 @@ def started(run: BenchmarkRun, dtype: str, names: Sequence[str]) -> Iterator[Clu
             options = engines.options(dtype, context_tokens)
             if name == PLAIN:
                 options["transfer_config"] = None
-            cluster.add_engine(name, **options)
+            cluster.add_engine(name, audits.SETTINGS.get(name), **options)
         cluster.start_engines(lambda engine: run.say(f"{engine.name} is ready"))
         yield cluster
 

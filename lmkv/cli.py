@@ -25,6 +25,7 @@ GROUP = "lmkv.commands"
 MAX_ERROR_CHARACTERS = 4_000
 
 SUMMARIES: Mapping[str, str] = {
+    "audit": "have engines compute again what the cache holds, and compare: a prompt, or every hit for a time",
     "bench": "measure what engines that run save on repeated prompts: documents and chats at their URLs",
     "clear": "drop chunks: of a prompt, of a model, or all",
     "completion": "print the script that makes a shell complete commands and flags",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
@@ -10,11 +11,15 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import pytest
 from packaging.version import Version
 
+from lmkv.cli import main
+from lmkv.spec import KvSpec
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.process import session_pids
+from lmkv_client.engine import Engine, Written
 from tests.engines.llm import CALM, make_prompt
 from tests.waiting import wait_until
 
@@ -112,6 +117,47 @@ def test_a_streamed_response_reports_hints_and_the_instance_in_its_last_event(cl
         "instance_id": "with-lmkv",
         "kv_hints": [{"action_id": "a", "action": "retain", "outcome": "deferred", "ttl": 60.0}],
     }
+
+
+def test_a_command_audits_a_prompt_and_finds_what_is_wrong(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine, prompt = cluster.engines["with-lmkv"], make_prompt(21, 1000)
+    file = tmp_path / "prompt.json"
+    file.write_text(json.dumps(prompt))
+    command = ["audit", "--url", f"http://127.0.0.1:{engine.port}", "--tokens-file", str(file)]
+    engine.complete(prompt, 1)
+    assert main([*command, "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert (numbers["compared_count"], numbers["outcomes"]) == (3, {"equal": 3})
+    assert numbers["skipped"] == {"shorter than a chunk": 1}
+    assert numbers["layers"]
+
+    assert cluster.coordinator
+    where = ["--coordinator", cluster.coordinator.address]
+    assert main(["clear", "--tokens-file", str(file), "--model", engine.model_name, *where]) == 0
+    capsys.readouterr()
+    (spec,) = cluster.coordinator.instances()["with-lmkv"].specs
+    config = {"node_address": str(cluster.runtime_dir / "with-lmkv" / "engine.sock"), "save_partial_chunks": "false"}
+    with Engine.attach(KvSpec.from_proto(spec), config=config) as other:
+        keys, extents = other.keys(prompt), other.reserve(3, timeout=10)
+        for number, extent in enumerate(extents):
+            values = np.frombuffer(extent.view, np.uint8)
+            values[:] = np.random.default_rng(number).integers(0, 60, values.size)
+        parents = [b"", *keys]
+        written = zip(keys, extents, parents, strict=False)
+        other.commit([Written(key=key, extent=extent, parent=parent) for key, extent, parent in written])
+        assert other.missing(keys, timeout=10) == []
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].split() == ["1", "0", "0", "1"]
+    assert f"wrong: chunk {keys[0].hex()}, dropped at all instances" in out
+    assert "a chunk before them was wrong" in out
+    assert main(["audit", "--url", command[2], "--prompt", "a"]) == 3
+    assert "nothing was compared" in capsys.readouterr().out
+    without = cluster.engines["without"]
+    assert main(["audit", "--url", f"http://127.0.0.1:{without.port}", "--prompt", "a"]) == 1
+    assert "is no engine with lmkv's connector" in capsys.readouterr().err
 
 
 def test_a_closed_connection_ends_its_request_and_leaves_no_page_in_use(cluster: Cluster) -> None:

@@ -600,3 +600,42 @@ def bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-flight", type=int, default=4, metavar="N", help="requests at a time (4)")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the texts (default: new texts in each run)")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+
+
+@subcommand(
+    run="lmkv_client.commands.audit:run",
+    examples="""\
+  lmkv audit --url http://10.0.0.7:8000 --file prompt.txt       all chunks of a prompt that the engine's node holds
+  lmkv audit --url http://10.0.0.7:8000 --prompt "Hi" --json
+  lmkv audit --node /run/lmkv/lmkv-1 --time 10m                 every hit of the node's engines for ten minutes
+  lmkv audit --node /run/lmkv/lmkv-1 --chunks 500               until 500 chunks are compared, or a minute has passed
+
+An engine computes what it could load, and compares both, as it does with a few hits by itself
+(docs/concepts/audit.md). A prompt is computed once, and once more if a chunk differs. A node has no prompts, so its
+engines audit hits as requests arrive, each for one chunk of prefill; run it on the node's host, as its user. Wrong
+chunks are dropped at all instances.
+
+exit codes:
+  0  all that was compared matches    1  a chunk is wrong or suspect, or the call failed    2  bad usage
+  3  nothing was compared           130  interrupted: the results so far are printed, and no more hits are audited""",
+)
+def audit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", metavar="URL", help="an engine that holds the prompt; not a proxy")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
+    prompt.add_argument("--file", metavar="FILE", help="file with the prompt's text; -: standard input")
+    prompt.add_argument(
+        "--tokens-file", metavar="FILE", help="file with its token ids as a JSON list; -: standard input"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="the served model or adapter (default: the first one of the URL)"
+    )
+    parser.add_argument("--cache-salt", metavar="SALT", default="", help="cache salt of the prompt")
+    parser.add_argument("--node", metavar="PATH", help="folder or engine.sock of a node on this host: all its hits")
+    parser.add_argument(
+        "--time", metavar="TIME", type=read_seconds, default=60.0, help="with --node: how long, at most an hour (1m)"
+    )
+    parser.add_argument(
+        "--chunks", metavar="N", type=int, default=0, help="with --node: end after N comparisons; 0: any number (0)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")

@@ -57,7 +57,7 @@ class Endpoint:
         body = self._body(prompt, max_tokens, logprobs, extra)
         return self._complete_stream(body, timeout_seconds) if stream else self._complete_whole(body, timeout_seconds)
 
-    def answer(self, prompt: Sequence[int], max_tokens: int, **extra: object) -> dict[str, Any]:
+    def answer(self, prompt: Sequence[int] | str, max_tokens: int, **extra: object) -> dict[str, Any]:
         """The response to a completion request that is not streamed, as JSON. Raises as `complete`."""
         body = self._body(prompt, max_tokens, False, extra)
         answer: dict[str, Any] = json.loads(self._request("POST", "/v1/completions", body, REQUEST_TIMEOUT_SECONDS))

@@ -237,7 +237,8 @@ class SchedulerSide:
             plan.stores = self._stores.plan(output, self._states)
         if self._stores.has_ended:
             plan.tails = self._plan_tails(is_idle=not output.num_scheduled_tokens)
-        plan.audits = self._stores.take_audits()
+        if plan.stores or plan.tails:  # only with copies: an idle step does nothing for audits
+            plan.audits = self._stores.take_audits()
         return plan
 
     def _note_session_media(self, output: SchedulerOutput) -> None:

@@ -203,13 +203,14 @@ class Stores:
         no credit before. Whether there is any: then its pages must stay until `plan_ended` has returned its copies, and
         these are made.
         """
-        if not self._with_tails or not state.store.may_store or state.store.failure_count >= MAX_FAILURES:
+        is_of_use = self._with_tails or state.store.held  # held chunks are to be compared
+        if not is_of_use or not state.store.may_store or state.store.failure_count >= MAX_FAILURES:
             return False
         size = self._spec.chunk_size
         is_awaited = state.is_handed_off and not state.store.partial_is_stored  # exactly this end is sent
         done_count = computed_count if self._with_decode and not is_awaited else min(computed_count, state.token_count)
         full = state.keys_up_to(done_count // size)
-        rest = done_count - full * size
+        rest = done_count - full * size if self._with_tails else 0
         if done_count == state.token_count and state.store.partial_is_stored:
             rest = 0
         if full <= state.store.stored_count and not rest:

@@ -315,8 +315,11 @@ class WorkerSide:
     def _end_stores(self) -> None:
         if self._storing:
             self._storing = [storing for storing in self._storing if not self._stored(storing)]
-        if ended := [offset for offset, comparing in self._comparing.items() if comparing.done()]:
-            self._reporting().stores.update({offset: self._compared(offset) for offset in ended})
+        if self._comparing:
+            ended = [offset for offset, comparing in self._comparing.items() if comparing.done()]
+            results = {offset: self._compared(offset) for offset in ended}
+            if results:
+                self._reporting().stores.update(results)
 
     def _compared(self, offset: int) -> StoreResult:
         """The result of a comparison that has ended; void if it has failed."""

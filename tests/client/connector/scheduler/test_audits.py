@@ -82,9 +82,10 @@ def test_audits_compute_less_than_a_hundredth_of_all_tokens(make_engine: MakeEng
     engine.check_nothing_is_left()
 
 
-def test_a_request_of_one_token_is_audited_when_it_has_ended(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("with_ends", [True, False])
+def test_a_request_of_one_token_is_audited_when_it_has_ended(make_engine: MakeEngine, with_ends: bool) -> None:
     """Its pages stay until the credits for the comparison have come."""
-    engine = filled(make_engine(audit_rate=1, save_partial_chunks=True), PROMPT)
+    engine = filled(make_engine(audit_rate=1, save_partial_chunks=with_ends), PROMPT)
     forget_pages(engine)
     engine.serve("a", PROMPT, output=1)
     engine.settle()
