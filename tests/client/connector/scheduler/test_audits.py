@@ -178,6 +178,27 @@ def test_a_malformed_name_of_an_audit_asks_for_none(make_engine: MakeEngine, aud
     assert outcomes(engine) == {}
 
 
+EXPECTED_HITS = 1000
+"""Hits for each audit at the default rate."""
+
+
+def test_the_default_rate_finds_a_wrong_chunk_within_a_few_times_the_expected_hits(make_engine: MakeEngine) -> None:
+    """Which hits are audited follows from their keys and their number, so that a run repeats. The next hit confirms."""
+    engine = filled(make_engine(audit_rate=1 / EXPECTED_HITS), PROMPT)
+    falsify(engine, FULL_COUNT - 1)
+    hits = 0
+    while not outcomes(engine) and hits < 4 * EXPECTED_HITS:  # a fault is missed so long once in 55 times
+        hits += 1
+        forget_pages(engine)
+        engine.mixed_requests.add(str(hits))  # it gets the wrong chunk
+        engine.add(str(hits), PROMPT, output=4)
+        engine.run(str(hits))
+    engine.settle()
+    assert outcomes(engine) == {"suspect": 1}, f"none of {hits} hits was audited"
+    serve_again(engine, "confirmed")
+    assert outcomes(engine)["wrong"] == 1
+
+
 # ---- judging
 
 
