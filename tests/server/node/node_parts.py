@@ -23,7 +23,10 @@ COORDINATOR_SECONDS = 20.0
 class NodeProcess:
     """One `lmkv node`, with its sockets and its output in `folder` by default."""
 
-    def __init__(self, folder: Path, flags: Sequence[str], settings: Mapping[str, object]) -> None:
+    def __init__(
+        self, folder: Path, flags: Sequence[str], settings: Mapping[str, object], *, within: Sequence[str] = ()
+    ) -> None:
+        """`within` is a command that executes the one behind it."""
         values: dict[str, object] = {
             "instance_id": "n",
             "runtime_dir": str(folder),
@@ -38,7 +41,7 @@ class NodeProcess:
         environment |= {f"LMKV_{name.upper()}": str(value) for name, value in values.items()}
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "lmkv", "node", *flags], env=environment, stdout=output, stderr=output
+                [*within, sys.executable, "-m", "lmkv", "node", *flags], env=environment, stdout=output, stderr=output
             )
 
     @property

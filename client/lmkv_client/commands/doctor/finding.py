@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -16,6 +19,7 @@ from lmkv.auth.encryption_keys import KEY, read_encryption_keys
 from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.errors import ConfigError
+from lmkv.runtime.folder import Folder
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -102,6 +106,8 @@ def check_remote_package(config: NodeConfig) -> Iterator[Finding]:
     if not config.remote_url:
         return
     url = parse_remote_url(config.remote_url)
+    if url.folder:
+        return
     package, extra = ("botocore", "s3") if url.bucket else ("valkey", "valkey")
     if find_spec(package) is None:
         yield fail(
@@ -118,6 +124,9 @@ def check_remote(config: NodeConfig) -> Iterator[Finding]:
         yield from missing
         return
     url = parse_remote_url(config.remote_url)
+    if url.folder:
+        yield _check_folder(Path(url.folder))
+        return
     host, port = url.host, url.port
     if url.bucket:
         endpoint = urlsplit(config.remote_endpoint_url or "https://s3.amazonaws.com")
@@ -129,3 +138,24 @@ def check_remote(config: NodeConfig) -> Iterator[Finding]:
         yield fail("remote_url", f"{host}:{port} of {url.shown} does not respond ({error.strerror or error}); {fix}")
     else:
         yield ok("remote_url", f"{url.shown} responds at {host}:{port}; the node logs whether authentication succeeds")
+
+
+def _check_folder(path: Path) -> Finding:
+    """Whether the folder that hosts share can be used. Its file system may hang, so a thread asks it."""
+    found: list[Finding] = []
+    asking = threading.Thread(target=lambda: found.append(_look_at(path)), name="lmkv-doctor-folder", daemon=True)
+    asking.start()
+    asking.join(CONNECT_SECONDS)
+    return found[0] if found else fail("remote_url", f"{path} does not answer; check the server of its file system")
+
+
+def _look_at(path: Path) -> Finding:
+    try:
+        Folder.shared(path, "remote_url").close()
+    except ConfigError as error:
+        return fail("remote_url", str(error).removeprefix("remote_url: "))
+    except OSError as error:
+        return fail("remote_url", f"{path} cannot be used: {error.strerror}; mount it, or make it")
+    if not os.access(path, os.W_OK | os.X_OK):
+        return warn("remote_url", f"{path} is read-only here: its chunks are read, and none are written")
+    return ok("remote_url", f"{path} can be read and written")

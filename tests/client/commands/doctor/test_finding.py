@@ -10,6 +10,7 @@ import pytest
 from lmkv.config import NodeConfig
 from lmkv_client.commands.doctor.finding import Finding, check_encryption, check_remote
 from tests.support.encryption_keys import key_line, write_keys
+from tests.support.hanging_folder import HangingFolder
 
 
 def remote_finding(**values: object) -> Finding:
@@ -39,6 +40,23 @@ def test_a_store_that_is_not_there_names_the_fix() -> None:
     assert "set remote_url" in finding.text
     finding = remote_finding(remote_url="s3://bucket", remote_endpoint_url=f"http://127.0.0.1:{port}")
     assert "remote_endpoint_url" in finding.text
+
+
+def test_a_shared_folder_is_looked_at(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/kv"
+    assert "mount it, or make it" in remote_finding(remote_url=url, max_remote_size=1).text
+    (tmp_path / "kv").mkdir()
+    assert remote_finding(remote_url=url, max_remote_size=1).level == "ok"
+    (tmp_path / "kv").chmod(0o777)
+    finding = remote_finding(remote_url=url, max_remote_size=1)
+    assert (finding.level, "is writable for all users" in finding.text) == ("fail", True)
+
+
+def test_a_shared_folder_that_hangs_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkv_client.commands.doctor.finding.CONNECT_SECONDS", 0.2)
+    with HangingFolder() as folder:
+        folder.freeze()
+        assert "does not answer" in remote_finding(remote_url=folder.url, max_remote_size=1).text
 
 
 def encryption_finding(path: str) -> Finding:

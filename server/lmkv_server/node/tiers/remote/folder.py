@@ -22,7 +22,11 @@ from lmkv.config.remote_url import RemoteUrl
 from lmkv_server.node.tiers.remote.store import StoreRefused, first_bytes
 from lmkv_server.node.tiers.remote.sweeper import BUCKETS, OBJECT, UNFINISHED, USED_SECONDS, FolderLimits, Sweeper
 from lmkv_server.node.tiers.remote.tree import REFUSED, FolderTree
+from lmkv_server.node.tiers.threads import DaemonThreads
 
+ASKERS = 8
+ASKED_AT_ONCE = 32
+"""Files that one of the threads looks for, one after the other."""
 STEP_BYTES = 4 << 20
 """Bytes that one call reads or writes; between two the deadline is checked."""
 _NAME = re.compile(r"(?P<folder>[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*)/(?P<key>[0-9a-f]{32})")
@@ -40,6 +44,7 @@ class FolderStore:
         self.tree = FolderTree(url.folder)
         self.sweeper = Sweeper(self.tree, limits)
         self._timeout_seconds = timeout_seconds
+        self._askers = DaemonThreads(ASKERS, "lmkv-folder-ask")
 
     @property
     def evicted_count(self) -> int:
@@ -53,12 +58,12 @@ class FolderStore:
             self.sweeper.start()
 
     def sizes(self, names: Sequence[str]) -> list[int]:
+        """Asks for several at a time: each may take a request to a server."""
         self.tree.check()
-        deadline = self._deadline()
-        return [
-            self.tree.again(folder, partial(self._size, folder, file, deadline), 0)
-            for folder, file in map(_place, names)
-        ]
+        sizes = partial(self._sizes, self._deadline())
+        slices = [names[start : start + ASKED_AT_ONCE] for start in range(0, len(names), ASKED_AT_ONCE)]
+        answers = map(sizes, slices) if len(slices) < 2 else self._askers.map(sizes, slices)
+        return [size for answer in answers for size in answer]
 
     def get(self, name: str, parts: Sequence[memoryview]) -> int:
         """Bytes are copied directly to their place in the pool."""
@@ -92,8 +97,15 @@ class FolderStore:
                 yield [f"{spec}/{entry.name}" for entry in entries if OBJECT.fullmatch(entry.name)]
 
     def close(self) -> None:
+        self._askers.shutdown(wait=False, cancel_futures=True)
         self.sweeper.stop()
         self.tree.close()
+
+    def _sizes(self, deadline: float, names: Sequence[str]) -> list[int]:
+        return [
+            self.tree.again(folder, partial(self._size, folder, file, deadline), 0)
+            for folder, file in map(_place, names)
+        ]
 
     def _size(self, folder: str, file: str, deadline: float) -> int:
         if time.monotonic() > deadline:

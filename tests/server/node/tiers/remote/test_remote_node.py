@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -31,7 +32,7 @@ from tests.server.node.cases import chunk_keys
 from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient, absent_count, runs
 from tests.server.node.node_parts import NodeProcess
-from tests.server.node.remote_parts import AWS, S3Server, names_of
+from tests.server.node.remote_parts import AWS, S3Server, SharedFolder, names_of
 from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
 from tests.support.redis_server import RedisServer
 from tests.waiting import WAIT_SECONDS, eventually, is_listening
@@ -92,6 +93,45 @@ async def test_what_a_killed_node_has_put_another_loads(runtime_dir: Path, redis
         found = await engine.lookup("2", chunk_keys(0, 1, 2, 3))
         assert (len(found.own), absent_count(found)) == (4, 0), "they are in memory now"
         assert survivor.service.lookups.stats().found_chunks["remote"] == 4
+
+
+NETWORK_OF_ITS_OWN = (
+    *("unshare", "--user", "--map-root-user", "--net"),
+    *("sh", "-c", 'ip link set lo up && exec "$@"', "sh"),
+)
+
+
+@pytest.fixture
+def _network_namespaces() -> None:
+    if subprocess.run([*NETWORK_OF_ITS_OWN, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not let tests make network namespaces")
+
+
+@pytest.mark.usefixtures("_network_namespaces")
+async def test_nodes_without_a_network_between_them_share_a_folder(runtime_dir: Path) -> None:
+    with SharedFolder() as folder:
+        config = settings(runtime_dir, "", folder.url, max_remote_size=1)
+        nodes = [
+            NodeProcess(runtime_dir, (), config | {"instance_id": name}, within=NETWORK_OF_ITS_OWN) for name in "abc"
+        ]
+        try:
+            for node in nodes:
+                node.ready()
+            for number, node in enumerate(nodes[:2]):  # each stores what the other has, and more
+                async with EngineClient(node.socket) as engine:
+                    with mapped(engine) as attached:
+                        await store(engine, attached.pool, *range(2 + 2 * number))
+                    await until(lambda count=2 + 2 * number: folder.names() >= names_of(*range(count)))  # type: ignore[misc]
+                node.stop(signal.SIGKILL)
+            async with EngineClient(nodes[2].socket) as engine:
+                with mapped(engine) as attached:
+                    assert absent_count(await engine.lookup("1", chunk_keys(*range(5)))) == 4
+                    assert await load(engine, attached.pool, "1", 0, 4) == [0, 1, 2, 3]
+            assert nodes[2].stop() == 0
+            assert folder.names() == names_of(*range(4))
+        finally:
+            for node in nodes:
+                node.process.kill()
 
 
 async def test_nodes_share_a_bucket_too(runtime_dir: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
