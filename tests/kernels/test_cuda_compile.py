@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import pytest
 
-from lmkv_kernels.cuda import CompileError, images, nvcc, nvrtc
+from lmkv_kernels.cuda import CompileError, compilers, images
 from lmkv_kernels.cuda.program import OPERATIONS, THREADS, WIDTHS
 
 ARCHITECTURES = (80, 90, 100)
 MAX_REGISTERS = 64
 """So that eight thread blocks, half of what a processor holds, fit its 65536 registers."""
-COMPILERS: dict[str, Callable[[], images.Compiler]] = {"nvrtc": nvrtc.find, "nvcc": nvcc.find}
+COMPILERS: dict[str, Callable[[], images.Compiler]] = {"nvrtc": compilers.find_nvrtc, "nvcc": compilers.find_nvcc}
 
 
 class Resources(NamedTuple):
@@ -49,7 +49,7 @@ def test_every_kernel_keeps_to_its_registers_and_spills_nothing(name: str, archi
 
 
 def test_pieces_of_16_bytes_are_moved_by_single_instructions() -> None:
-    found = nvrtc.find()
+    found = compilers.find_nvrtc()
     ptx = images.compile_kernels(found, found.architectures()[-1] + 1).image.decode()
     body = ptx[ptx.index(".entry scatter_16(") :]
     body = body[: body.index("\n}")]
@@ -60,7 +60,7 @@ def test_pieces_of_16_bytes_are_moved_by_single_instructions() -> None:
 
 
 def test_an_architecture_that_nvrtc_does_not_know_yet_gets_ptx_and_one_it_has_forgotten_an_error() -> None:
-    found = nvrtc.find()
+    found = compilers.find_nvrtc()
     image = images.compile_kernels(found, found.architectures()[-1] + 1).image
     assert f".target sm_{found.architectures()[-1]}".encode() in image
     assert image.endswith(b"\0")
@@ -70,4 +70,4 @@ def test_an_architecture_that_nvrtc_does_not_know_yet_gets_ptx_and_one_it_has_fo
 
 def test_compile_errors_contain_the_compilers_output() -> None:
     with pytest.raises(CompileError, match=r"broken\.cu.*undefined"):
-        nvrtc.find().compile("broken.cu", "__global__ void kernel() { missing(); }", {}, 90)
+        compilers.find_nvrtc().compile("broken.cu", "__global__ void kernel() { missing(); }", {}, 90)

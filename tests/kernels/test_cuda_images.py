@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lmkv_kernels.cuda import NoCompiler, images, nvcc, nvrtc
-from lmkv_kernels.cuda.nvrtc import Compiled
+from lmkv_kernels.cuda import NoCompiler, compilers, images
+from lmkv_kernels.cuda.compilers import Compiled
 
 
 class Counting:
@@ -85,18 +85,18 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_no_compiler_is_one_error_that_names_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(()))
-    monkeypatch.setattr(nvcc, "packaged", lambda _pattern: [])
-    monkeypatch.setattr(nvcc, "DEFAULT_HOME", tmp_path)
+    monkeypatch.setattr(compilers, "_candidates", lambda: iter(()))
+    monkeypatch.setattr(compilers, "packaged", lambda _pattern: [])
+    monkeypatch.setattr(compilers, "DEFAULT_HOME", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    nvrtc.find.cache_clear()
+    compilers.find_nvrtc.cache_clear()
     try:
         with pytest.raises(NoCompiler, match=r"no NVRTC: install nvidia-cuda-nvrtc.*; no nvcc: "):
             images.find_compiler()
     finally:
-        nvrtc.find.cache_clear()
+        compilers.find_nvrtc.cache_clear()
 
 
 def test_kernels_can_be_built_ahead_from_the_command_line(tmp_path: Path) -> None:

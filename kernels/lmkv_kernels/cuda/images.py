@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from lmkv_kernels.cuda import nvcc, nvrtc
+from lmkv_kernels.cuda import compilers
+from lmkv_kernels.cuda.compilers import Compiled
 from lmkv_kernels.cuda.driver import CompileError, NoCompiler
-from lmkv_kernels.cuda.nvrtc import Compiled
 
 NAME = "paged_copy.cu"
 HEADERS = ("layout.h",)
@@ -95,7 +95,10 @@ def write(file: Path, image: bytes) -> None:
 def find_compiler(driver_major: int | None = None) -> Compiler:
     """NVRTC, else nvcc. Raises `NoCompiler` with what to install."""
     reasons = []
-    finders: tuple[Callable[[], Compiler], ...] = (lambda: nvrtc.find(driver_major), nvcc.find)
+    finders: tuple[Callable[[], Compiler], ...] = (
+        lambda: compilers.find_nvrtc(driver_major),
+        compilers.find_nvcc,
+    )
     for find in finders:
         try:
             return find()

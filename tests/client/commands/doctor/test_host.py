@@ -10,7 +10,7 @@ from lmkv.config import ConnectorConfig
 from lmkv.pool.memory import huge_pages
 from lmkv_client.commands.doctor.host import check_kernels, check_pool
 from lmkv_kernels import _host, cuda
-from lmkv_kernels.cuda import NoCompiler, NoCuda, images, nvcc, nvrtc
+from lmkv_kernels.cuda import NoCompiler, NoCuda, compilers, images
 from tests.kernels.emulation import emulated_driver
 
 
@@ -82,8 +82,8 @@ def test_a_gpu_without_a_compiler_fails_with_what_to_install(tmp_path: Path, mon
     def nothing(*_: object) -> None:
         raise NoCompiler("install nvidia-cuda-nvrtc")
 
-    monkeypatch.setattr(nvrtc, "find", nothing)
-    monkeypatch.setattr(nvcc, "find", nothing)
+    monkeypatch.setattr(compilers, "find_nvrtc", nothing)
+    monkeypatch.setattr(compilers, "find_nvcc", nothing)
     level, text = cuda_lines(tmp_path)[1]
     assert level == "fail"
     assert text.startswith("kernels for sm_90 cannot be compiled: install nvidia-cuda-nvrtc")

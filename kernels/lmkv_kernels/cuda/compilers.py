@@ -1,4 +1,4 @@
-"""Compiles kernels with NVRTC, which CUDA builds of torch include. Needs no GPU."""
+"""Compiles kernels with NVRTC, which CUDA builds of torch include, or with nvcc of a CUDA toolkit. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import ctypes.util
 import importlib.util
 import os
 import re
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +19,8 @@ from lmkv_kernels.cuda.driver import CompileError, NoCompiler
 
 STDINT = "namespace std { using int64_t = long; using uint32_t = unsigned int; using uint64_t = unsigned long; }\n"
 """Replaces `<cstdint>`: NVRTC has no standard headers."""
+NVCC_TIMEOUT_SECONDS = 120.0
+DEFAULT_HOME = Path("/usr/local/cuda")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +115,7 @@ def _strings(texts: object) -> ctypes.Array[ctypes.c_char_p]:
 
 
 @cache
-def find(newest_major: int | None = None) -> Nvrtc:
+def find_nvrtc(newest_major: int | None = None) -> Nvrtc:
     """The installed NVRTC, no newer than the driver's major version if that is given.
 
     Prefers torch's own, which works for the engine. Raises `NoCompiler` with what to install.
@@ -153,3 +158,49 @@ def _newest(files: Iterable[Path]) -> list[str]:
 def _major(path: str) -> int | None:
     found = re.search(r"\.so\.(\d+)", path)
     return int(found[1]) if found else None
+
+
+class Nvcc:
+    """An nvcc executable. Raises `NoCompiler` if it does not run."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        found = re.search(r"release (\d+\.\d+)", self._run("--version"))
+        if not found:
+            raise NoCompiler(f"{path} is not nvcc")
+        self.version = found[1]
+
+    def compile(self, name: str, source: str, headers: Mapping[str, str], architecture: int) -> Compiled:
+        """Compiles for an architecture, such as 90 for sm_90. Raises `CompileError` with the compiler's output."""
+        with tempfile.TemporaryDirectory(prefix="lmkv-nvcc-") as folder:
+            for file, text in {name: source, **headers}.items():
+                Path(folder, file).write_text(text)
+            target = Path(folder, "image")
+            options = ["-cubin", f"-arch=sm_{architecture}", "-std=c++17", "-Xptxas=-v", "-o", str(target)]
+            log = self._run(*options, str(Path(folder, name)))
+            return Compiled(image=target.read_bytes(), log=log)
+
+    def _run(self, *arguments: str) -> str:
+        try:
+            done = subprocess.run(  # noqa: S603 # the path comes from `find_nvcc`
+                [self.path, *arguments], capture_output=True, text=True, timeout=NVCC_TIMEOUT_SECONDS, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NoCompiler(f"nvcc at {self.path} does not run: {error}") from None
+        if done.returncode:
+            raise CompileError(f"nvcc at {self.path} failed: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout + done.stderr
+
+
+def find_nvcc() -> Nvcc:
+    """The nvcc of `CUDA_HOME`, of PATH, of NVIDIA's packages on PyPI, or where CUDA installs it.
+
+    Raises `NoCompiler` if there is none.
+    """
+    homes = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+    installed = [*packaged("*"), DEFAULT_HOME]
+    folders = [*(str(home / "bin") for home in homes), None, *(str(home / "bin") for home in installed)]
+    for folder in folders:
+        if path := shutil.which("nvcc", path=folder):
+            return Nvcc(path)
+    raise NoCompiler("no nvcc: put it on PATH or set CUDA_HOME; or install NVRTC")
