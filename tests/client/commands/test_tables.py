@@ -19,7 +19,7 @@ from rich.console import Console
 
 import lmkv_client.commands
 from lmkv.misses import ADVICE, MissReason
-from lmkv.tiers import HOST
+from lmkv.tiers import DISK, HOST
 from lmkv.v1.cache_service_pb2 import (
     DrainProgress,
     ExplainResponse,
@@ -89,6 +89,18 @@ def frame(template: str = LONG_ID) -> fleet.Frame:
             instance(names[2]),
         ],
         operations=[Running("move-0123456789abcdef", move), Running("drain-0123456789abcdef", drain)],  # type: ignore[list-item]
+    )
+
+
+def test_the_instances_show_how_far_salts_have_used_their_quota() -> None:
+    gib = 1 << 30
+    usage = TierUsage(tier=DISK, capacity_bytes=8 * gib, used_bytes=4 * gib)
+    quota = TierUsage(salt_quota_bytes=2 * gib, max_salt_used_bytes=gib, salt_count=5)
+    plain = fleet.instance_row(Instance(instance_id="one", tiers=[usage]))
+    usage.MergeFrom(quota)
+    assert "disk 4.00/8.00 GiB" in plain
+    assert "disk 4.00/8.00 GiB (the largest of 5 salts has 1.00/2.00 GiB)" in fleet.instance_row(
+        Instance(instance_id="one", tiers=[usage])
     )
 
 

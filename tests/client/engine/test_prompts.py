@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lmkv import telemetry
+from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason, describe
 from lmkv.rpc.endpoints import CHANNEL_OPTIONS
 from lmkv.v1 import cache_service_pb2 as pb
@@ -195,3 +196,19 @@ def test_counters_are_a_snapshot(attach: Attach) -> None:
     load(engine, engine.keys(prompt(1)))
     assert (before.lookups, dict(before.miss_tokens)) == (0, {})
     assert dataclasses.replace(engine.counters).miss_tokens == {"never_stored": CHUNK}
+
+
+def test_a_salt_that_floods_evicts_no_chunk_of_another(attach: Attach) -> None:
+    """Both name the owner of what they store, of which the node keeps a quota."""
+    engine = attach(max_local_cpu_size=f"{64 * SPEC.chunk_bytes}B", max_salt_size=f"{16 * SPEC.chunk_bytes}B")
+
+    def put(salt: str, first: int) -> list[ChunkKey]:
+        keys = engine.keys(prompt(4, first), salt=salt)
+        extents = engine.reserve(len(keys), timeout=WAIT_SECONDS)
+        engine.commit(Written.chain(keys, extents, owner=engine.root(salt=salt)))
+        return keys
+
+    kept = put("one", 0)
+    for first in range(20):
+        put("other", first)
+    assert engine.missing(kept, timeout=WAIT_SECONDS) == []
