@@ -95,7 +95,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=4 * 3600, help="time after which it ends (4 hours)")
     parser.add_argument("--only", choices=ARCHITECTURES, help="one architecture")
     options = parser.parse_args(arguments)
-    engines = [(name, dtype) for name in ([options.only] if options.only else ARCHITECTURES) for dtype in DTYPES]
+    names = [options.only] if options.only else [*ARCHITECTURES]
+    engines = [(name, dtype) for name in names for dtype in DTYPES if ARCHITECTURES[name].dtype in ("float32", dtype)]
     deadline, total = time.monotonic() + options.seconds, Counter[str]()
     with tempfile.TemporaryDirectory(prefix="lmkv-audit-") as logs, Nursery(Path(logs)) as nursery:
         for index, (name, dtype) in enumerate(engines):

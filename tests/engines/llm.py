@@ -144,6 +144,14 @@ class Answers:
         }
 
     @property
+    def audited_chunks(self) -> dict[str, int]:
+        """Chunks that were computed again and compared, by outcome; without outcomes of which there are none."""
+        name = "lmkv:audited_chunks_total{outcome="
+        return {
+            key[len(name) + 1 : -2]: int(count) for key, count in self.grown.items() if key.startswith(name) and count
+        }
+
+    @property
     def stored_tokens(self) -> int:
         """Tokens whose KV was stored meanwhile."""
         return int(self.grown["lmkv:stored_tokens_total"])
@@ -155,6 +163,11 @@ class KvCacheLayout:
 
     groups: list[str]
     block_count: int
+
+
+def auditing(name: str) -> dict[str, Any]:
+    """Parameters of requests that ask for an audit of this name."""
+    return {"extra_args": {"kv_transfer_params": {"lmkv": {"audit": name}}}}
 
 
 class LlmProcess:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.llm import LlmFleet, LlmProcess, Nursery, poison
+from tests.engines.llm import LlmFleet, LlmProcess, Nursery, auditing, poison
 from tests.support.models import make_adapter
 
 pytestmark = pytest.mark.engine
@@ -132,6 +132,16 @@ def test_prompts_under_different_adapters_are_different_prompts(
         completions.append(first.token_ids)
     assert len({completion[0] for completion in completions}) == 3, "the adapters make no difference"
     assert owner.ask_again(prompt).token_ids == completions[0]
+
+
+def test_prompts_with_salts_and_adapters_are_audited(
+    owner: LlmProcess, adapters: list[Path], prompt: list[int]
+) -> None:
+    lora = ("audited", "31", str(adapters[0]))
+    options: list[dict[str, Any]] = [{"salt": "tenant"}, {"lora": lora}, {"lora": lora, "salt": "tenant"}]
+    for number, option in enumerate(options):
+        owner.ask(prompt, **option)
+        assert owner.ask_again(prompt, **option, **auditing(f"isolated {number}")).audited_chunks == {"equal": 3}
 
 
 def test_adapters_that_differ_in_their_scale_only_are_different(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.llm import LlmFleet, LlmProcess, Nursery, Picture, make_prompt
+from tests.engines.llm import LlmFleet, LlmProcess, Nursery, Picture, auditing, make_prompt
 from tests.support.models import PICTURE_SIZE, PICTURE_TOKENS, make_unusual
 
 CHUNK = 64
@@ -82,6 +82,13 @@ def test_pictures_that_engines_name_by_equal_counters_are_not_confused(fleet: Ll
     assert len({of_one, of_other, of_text}) == 3, "the pictures make no difference"
     assert loaded(second, picture(1)) == of_one, "an engine loads what the other one has computed"
     assert loaded(first, picture(2)) == of_other
+
+
+def test_prompts_with_pictures_are_audited(fleet: LlmFleet) -> None:
+    engine, shown = fleet.engines["first"], picture(8)
+    computed(engine, shown)
+    answers = engine.ask(PROMPT, picture=shown, **auditing("picture"))
+    assert answers.audited_chunks == {"equal": WHOLE // CHUNK}
 
 
 def test_options_of_the_processor_that_change_what_the_model_sees_count(fleet: LlmFleet) -> None:

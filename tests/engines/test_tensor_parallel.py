@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.engines.llm import LlmFleet, Nursery, make_prompt
+from lmkv_client.engine import Engine, Written
+from tests.engines.llm import LlmFleet, Nursery, auditing, make_prompt
+from tests.engines.parts import NodeParts
 
 pytestmark = pytest.mark.engine
 
@@ -39,6 +42,27 @@ def test_two_ranks_store_and_load_through_one_node(fleet: LlmFleet, prompt: list
     again = engine.ask_again(prompt)
     assert (again.token_ids, again.loaded_tokens, again.peer_tokens) == (expected, 768, 0)
     assert again.grown["lmkv:loaded_bytes_total"] == 3 << 20, "both ranks together load each byte once"
+
+
+@pytest.mark.parametrize("head", [0, 1])
+def test_each_rank_audits_its_heads(fleet: LlmFleet, prompt: list[int], head: int) -> None:
+    """Each of the two ranks has one of two heads, and finds what is wrong in it."""
+    engine, parts = fleet.engines["halves"], NodeParts(fleet, "halves")
+    engine.ask(prompt)
+    assert engine.ask_again(prompt, **auditing(f"honest {head}")).audited_chunks == {"equal": 3}
+    config = {"node_address": str(fleet.runtime_dir / "halves" / "engine.sock"), "save_partial_chunks": "false"}
+    with Engine.attach(parts.spec, config=config) as writer:
+        keys = writer.keys(prompt)
+        with writer.lookup(keys) as held:
+            last = np.frombuffer([*held.load(timeout=10)][2].view, np.float32).copy()
+        heads = last.reshape(parts.spec.layer_count, parts.spec.kv_head_count, -1)
+        heads[:, head] *= -1
+        parts.drop(prompt, part=0)
+        (extent,) = writer.reserve(1, timeout=10)
+        np.frombuffer(extent.view, np.float32)[:] = last
+        writer.commit([Written(key=keys[2], extent=extent, parent=keys[1])])
+        assert writer.missing(keys, timeout=10) == []
+    assert engine.ask_again(prompt, **auditing(f"wrong {head}")).audited_chunks == {"equal": 2, "suspect": 1}
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("halves", "guest"), ("guest", "halves")])
