@@ -91,6 +91,7 @@ def _globals() -> tuple[object, ...]:
     return tuple(value for value in values if _is_walked(type(value)) or type(value) in _SIZED)
 
 
+@functools.cache
 def _is_walked(kind: type) -> bool:
     module = f"{kind.__module__}."
     return module.startswith(_WALKED) and not module.startswith(_VALUES) and not issubclass(kind, enum.Enum)
@@ -127,18 +128,27 @@ def _amount(value: Any) -> int | None:
     return None
 
 
+@functools.cache
+def _container(kind: type) -> type | None:
+    """The type by which values of another are walked; None if nothing is inside. Most values are of a few types."""
+    containers = (dict, WeakKeyDictionary, WeakValueDictionary, list, tuple, set, frozenset, deque, WeakSet)
+    callables = (types.MethodType, types.FunctionType, functools.partial)
+    return next((each for each in (*containers, *callables) if issubclass(kind, each)), None)
+
+
 def _inside(one: Any) -> list[Any]:
     """What is to be walked of a value that is no object of lmkv."""
-    if isinstance(one, WeakKeyDictionary) and isinstance(next(iter(one), None), asyncio.AbstractEventLoop):
+    kind = _container(type(one))
+    if kind is None:
+        return []
+    if kind is WeakKeyDictionary and isinstance(next(iter(one), None), asyncio.AbstractEventLoop):
         return [one.get(asyncio.get_running_loop())]  # loops of earlier tests vanish at any time
-    if isinstance(one, dict | WeakKeyDictionary | WeakValueDictionary):
+    if kind in (dict, WeakKeyDictionary, WeakValueDictionary):
         return [*one.keys(), *one.values()]
-    if isinstance(one, list | tuple | set | frozenset | deque | WeakSet):
-        return [each for each in one if not isinstance(each, int | str | bytes)]
-    if isinstance(one, types.MethodType):
+    if kind is types.MethodType:
         return [one.__self__]
-    if isinstance(one, types.FunctionType):
+    if kind is types.FunctionType:
         return list(inspect.getclosurevars(one).nonlocals.values())
-    if isinstance(one, functools.partial):
+    if kind is functools.partial:
         return [one.func, *one.args, *one.keywords.values()]
-    return []
+    return [each for each in one if not isinstance(each, int | str | bytes)]
