@@ -70,7 +70,7 @@ def _walk(roots: Iterable[object], counts: Counter[str]) -> list[object]:
         if id(one) in seen:
             continue
         seen[id(one)] = one
-        if _is_walked(type(one)):
+        if _is_walked(one):
             name = type(one).__qualname__
             counts[f"{name}()"] += 1
             for attribute, value in _attributes(one):
@@ -88,11 +88,16 @@ def _walk(roots: Iterable[object], counts: Counter[str]) -> list[object]:
 def _globals() -> tuple[object, ...]:
     modules = [module for name, module in list(sys.modules.items()) if f"{name}.".startswith(_WALKED)]
     values = [value for module in modules for value in vars(module).values()]
-    return tuple(value for value in values if _is_walked(type(value)) or type(value) in _SIZED)
+    return tuple(value for value in values if _is_walked(value) or type(value) in _SIZED)
+
+
+def _is_walked(one: object) -> bool:
+    kind: Any = type(one)
+    return _is_walked_type(kind)
 
 
 @functools.cache
-def _is_walked(kind: type) -> bool:
+def _is_walked_type(kind: type) -> bool:
     module = f"{kind.__module__}."
     return module.startswith(_WALKED) and not module.startswith(_VALUES) and not issubclass(kind, enum.Enum)
 
@@ -138,7 +143,8 @@ def _container(kind: type) -> type | None:
 
 def _inside(one: Any) -> list[Any]:
     """What is to be walked of a value that is no object of lmkv."""
-    kind = _container(type(one))
+    its: Any = type(one)
+    kind = _container(its)
     if kind is None:
         return []
     if kind is WeakKeyDictionary and isinstance(next(iter(one), None), asyncio.AbstractEventLoop):

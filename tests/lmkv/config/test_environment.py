@@ -49,7 +49,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(st.fixed_dictionaries({}, optional=VALUES))
 def test_a_child_process_gets_exactly_the_same_configuration(values: dict[str, Any]) -> None:
     config = ConnectorConfig(**values)
