@@ -395,6 +395,18 @@ class Engines:
             release = engine_pb.EngineServiceReleaseRequest(engine_id="engine", lookup_id="request")
             await engine.stub.Release(release, timeout=WAIT_SECONDS)
 
+    async def audit(self) -> None:
+        async with EngineClient(self.node, "engine") as engine:
+            request = engine_pb.AuditRequest(chunk_count=1)
+            request.duration.FromSeconds(60)
+            auditing = engine.stub.Audit(request)
+            try:
+                await auditing.read()
+                await engine.say(audited=engine_pb.AuditedChunks(chunk_count=1))
+                await auditing.read()
+            finally:
+                auditing.cancel()
+
     async def lend(self) -> None:
         async with EngineClient(self.node, "engine") as engine:
             lending = engine.stub.Lend()
@@ -711,6 +723,7 @@ ROWS = [
         Load=Engines.tools,
         Release=Engines.tools,
         Lend=Engines.lend,
+        Audit=Engines.audit,
     ),
     Row(Engines, ((TierStack, "ask"), (TierStack, "load")), Engines.use, is_handler=False),
     Row(Engines, ((BackendTier, "read"),), Engines.use, is_handler=False),
@@ -747,6 +760,7 @@ BY_USE = {
     "len FreeList._sizes": "the same",
     "len FreeList._by_size": "the same",
     "len FreeList._large": "the same",
+    "len CircuitBreaker._were_wrong": "outcomes of the last audits, bounded by their number",
 }
 """What more use makes larger, and why that is no leak. Numbers that each use changes are counters: no entry."""
 
