@@ -3,8 +3,8 @@
 Bytes, speed on one core beside memcpy, and errors of keys and values by layer. How much these matter is measured with a
 small model (`small_gpt`) that is trained first, on text that it makes: sentences about people and things that repeat
 within a document, so that answers depend on keys and values of far tokens. The model computes the KV of a document's
-beginning, which is rounded; then it continues with that. LMCache's serdes are not installed here: the plain cast to
-`float8_e4m3fn`, without scales, stands beside the codecs instead.
+beginning, which is rounded; then it continues with that. The plain cast to
+`float8_e4m3fn`, without scales, stands beside the codecs: it is what LMCache's serde `fp8` computes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lmkv_server.node.tiers.codec import ChunkCodec, parse_codec_header
 
 CODECS = ("fp8", "int8", "int4", "zstd")
 CAST = "fp8_cast"
-"""The cast without scales."""
+"""The cast without scales, as LMCache's serde `fp8` does it (0.5.6, `lmcache/v1/distributed/serde/fp8.py`)."""
 CHUNK_TOKENS = 64
 PREFIX_TOKENS = 96
 """A full chunk and half of one."""
