@@ -19,16 +19,18 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from lmkv.config.remote_url import RemoteUrl
+from lmkv_server.node.cache.allocator import ALIGNMENT, align
 from lmkv_server.node.tiers.remote.store import StoreRefused, first_bytes
 from lmkv_server.node.tiers.remote.sweeper import BUCKETS, OBJECT, UNFINISHED, USED_SECONDS, FolderLimits, Sweeper
 from lmkv_server.node.tiers.remote.tree import REFUSED, FolderTree
+from lmkv_server.node.tiers.thread_buffer import ThreadBuffer
 from lmkv_server.node.tiers.threads import DaemonThreads
 
 ASKERS = 8
 ASKED_AT_ONCE = 32
 """Files that one of the threads looks for, one after the other."""
-STEP_BYTES = 4 << 20
-"""Bytes that one call reads or writes; between two the deadline is checked."""
+STEP_BYTES = 1 << 20
+"""Bytes that one call reads or writes; between two the deadline is checked. A thread has a buffer of as many."""
 _NAME = re.compile(r"(?P<folder>[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*)/(?P<key>[0-9a-f]{32})")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place has no writer
 
@@ -44,6 +46,7 @@ class FolderStore:
         self.tree = FolderTree(url.folder)
         self.sweeper = Sweeper(self.tree, limits)
         self._timeout_seconds = timeout_seconds
+        self._buffer = ThreadBuffer()
         self._askers = DaemonThreads(ASKERS, "lmkv-folder-ask")
 
     @property
@@ -66,13 +69,13 @@ class FolderStore:
         return [size for answer in answers for size in answer]
 
     def get(self, name: str, parts: Sequence[memoryview]) -> int:
-        """Bytes are copied directly to their place in the pool."""
+        """Bytes are read past the page cache, through a buffer: headers make their offsets no multiples of pages."""
         folder, file = _place(name)
         deadline = self._deadline()
         return self.tree.again(folder, partial(self._get, folder, file, parts, deadline), 0)
 
     def put(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Bytes are written from the pool without a copy."""
+        """Bytes are written as `get` reads them."""
         folder, file = _place(name)
         deadline = self._deadline()
         with _refusals():
@@ -118,11 +121,11 @@ class FolderStore:
         found = self.tree.folder(folder)
         if found is None:
             return 0
-        with suppress(_NotAFile), _opened(found.fd, file) as fd:
+        with suppress(_NotAFile), _opened(found.fd, file, self.tree.flags) as fd:
             status = os.fstat(fd)
             if not self.tree.is_object(status) or status.st_size > sum(map(len, parts)):
                 return 0
-            if not _fill(fd, list(first_bytes(parts, status.st_size)), deadline):
+            if not self._fill(fd, list(first_bytes(parts, status.st_size)), deadline):
                 return 0
             _used(fd, status)
             return status.st_size
@@ -135,13 +138,13 @@ class FolderStore:
             return False
         unfinished = f"{file}.{secrets.token_hex(8)}{UNFINISHED}"
         try:
-            fd = self.tree.create(found.fd, unfinished)
+            fd = self.tree.create(found.fd, unfinished, self.tree.flags)
         except FileNotFoundError:
             self.tree.enter(found.fd, file.partition("/")[0], make=True)
-            fd = self.tree.create(found.fd, unfinished)
+            fd = self.tree.create(found.fd, unfinished, self.tree.flags)
         try:
             try:
-                _write(fd, parts, deadline)
+                self._write(fd, parts, deadline)
             finally:
                 os.close(fd)  # a server may only now say that there is no space
             os.rename(unfinished, file, src_dir_fd=found.fd, dst_dir_fd=found.fd)
@@ -170,6 +173,46 @@ class FolderStore:
         if found and self.tree.is_object(os.stat(file, dir_fd=found.fd, follow_symlinks=False)):
             os.unlink(file, dir_fd=found.fd)
 
+    def _fill(self, fd: int, parts: list[memoryview], deadline: float) -> bool:
+        """Fills the memory from a file; False if it ends early. Raises `TimeoutError`."""
+        left, offset = [part for part in parts if part], 0
+        buffer = self._buffer.get(STEP_BYTES)[:STEP_BYTES] if self.tree.is_direct else None
+        while left:
+            step = _step(left, deadline)
+            count = os.preadv(fd, step if buffer is None else [buffer], offset)
+            if not count:
+                return False
+            if buffer is not None:
+                at = 0
+                for part in first_bytes(left, count):
+                    part[:] = buffer[at : at + len(part)]
+                    at += len(part)
+            offset += count
+            left = _behind(left, count)
+            if buffer is not None and left and count % ALIGNMENT:
+                return False
+        return True
+
+    def _write(self, fd: int, parts: Sequence[memoryview], deadline: float) -> None:
+        left = [part for part in parts if part]
+        if not self.tree.is_direct:
+            while left:
+                left = _behind(left, os.writev(fd, _step(left, deadline)))
+            return
+        buffer, offset = self._buffer.get(STEP_BYTES), 0
+        while step := _step(left, deadline):
+            count = 0
+            for part in step:
+                buffer[count : count + len(part)] = part
+                count += len(part)
+            padded, done = align(count), 0
+            buffer[count:padded] = bytes(padded - count)
+            while done < padded:
+                done += os.pwrite(fd, buffer[done:padded], offset + done)
+            offset += count
+            left = _behind(left, count)
+        os.ftruncate(fd, offset)  # without what its last page was padded with
+
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_seconds
 
@@ -179,13 +222,13 @@ class _NotAFile(Exception):
 
 
 @contextmanager
-def _opened(folder: int, file: str) -> Iterator[int]:
+def _opened(folder: int, file: str, flags: int = 0) -> Iterator[int]:
     """Opens a file for reading. Raises `_NotAFile` for a link, and for what this user may not read."""
     try:
-        fd = os.open(file, _READ, dir_fd=folder)
+        fd = os.open(file, _READ | flags, dir_fd=folder)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.ENXIO):
-            raise _NotAFile from None
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.ENXIO, errno.EINVAL):
+            raise _NotAFile from None  # the last one for a folder that is opened for direct I/O
         raise
     try:
         yield fd
@@ -221,29 +264,11 @@ def _used(fd: int, status: os.stat_result) -> None:
             os.utime(fd)
 
 
-def _fill(fd: int, parts: list[memoryview], deadline: float) -> bool:
-    """Fills the memory from a file; False if it ends early. Raises `TimeoutError`."""
-    offset = 0
-    while parts := [part for part in parts if part]:
-        count = os.preadv(fd, _step(parts, deadline), offset)
-        if not count:
-            return False
-        offset += count
-        parts = _behind(parts, count)
-    return True
-
-
-def _write(fd: int, parts: Sequence[memoryview], deadline: float) -> None:
-    left = [part for part in parts if part]
-    while left:
-        left = _behind(left, os.writev(fd, _step(left, deadline)))
-
-
 def _step(parts: Sequence[memoryview], deadline: float) -> list[memoryview]:
     """The parts that are read or written next. Raises `TimeoutError` after the deadline."""
     if time.monotonic() > deadline:
         raise TimeoutError("no answer in time")
-    return list(first_bytes(parts, STEP_BYTES))
+    return [part for part in first_bytes(parts, STEP_BYTES) if part]
 
 
 def _behind(parts: Sequence[memoryview], count: int) -> list[memoryview]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 import re
 import secrets
@@ -26,6 +27,7 @@ from typing import TypeVar
 from lmkv.errors import ConfigError
 from lmkv.runtime.folder import Folder
 from lmkv.telemetry.logs import LimitedLogger
+from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.tiers.remote.store import StoreRefused
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,8 @@ class FolderTree:
         self.path = Path(path)
         self.is_read_only = False
         """Whether nothing could be written when the folder was opened."""
+        self.is_direct = False
+        """Whether files can be read and written past the page cache, whole pages at a time."""
         self._root: Folder | None = None
         self._owners = frozenset[int]()
         self._group: int | None = None
@@ -196,9 +200,14 @@ class FolderTree:
         """Whether it is a regular file that is trusted."""
         return stat.S_ISREG(status.st_mode) and self.trusts(status)
 
-    def create(self, folder: int, name: str) -> int:
+    @property
+    def flags(self) -> int:
+        """Flags of files of chunks."""
+        return os.O_DIRECT if self.is_direct else 0
+
+    def create(self, folder: int, name: str, flags: int = 0) -> int:
         """Makes a file that does not exist, for those who may write to the shared folder."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(name, flags, 0o600, dir_fd=folder)
         if self._group is not None:
             with suppress(OSError):  # of a file system without modes
@@ -246,7 +255,7 @@ class FolderTree:
     def _probe(self, root: Folder) -> None:
         """Finds out as whose files are made, and with which mode. A full file system still has chunks to read."""
         name = f".lmkv-{secrets.token_hex(8)}.new"
-        self.is_read_only = False
+        self.is_read_only = self.is_direct = False
         try:
             fd = self.create(root.fd, name)
         except OSError as error:
@@ -258,6 +267,7 @@ class FolderTree:
             return
         try:
             status = os.fstat(fd)
+            self.is_direct = _is_direct(root.fd, name)
         finally:
             os.close(fd)
             os.unlink(name, dir_fd=root.fd)
@@ -270,6 +280,21 @@ _UNUSABLE = {
     errno.ENOTDIR: "is no folder; name one that nodes share",
     errno.EACCES: "may not be read by this user; permit it",
 }
+
+
+def _is_direct(folder: int, name: str) -> bool:
+    """Whether a file can be written past the page cache. A full file system is asked again when it is opened again."""
+    try:
+        fd = os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:
+        return False
+    try:
+        with mmap.mmap(-1, ALIGNMENT) as page, memoryview(page) as memory:
+            return os.pwrite(fd, memory, 0) == ALIGNMENT
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

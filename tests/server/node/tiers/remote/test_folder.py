@@ -126,6 +126,26 @@ def test_nodes_of_several_users_share_by_a_group(folder: SharedFolder) -> None:
     assert first.sizes([name_of(0)]) == [0]
 
 
+@pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.parametrize("size_bytes", [1, 4095, 4096, 4097, (1 << 20) - 81, 1 << 20, (3 << 20) + 5])
+def test_files_have_the_bytes_of_their_parts_with_direct_io_and_without(
+    folder: SharedFolder, is_direct: bool, size_bytes: int
+) -> None:
+    store = opened(folder)
+    if is_direct and not store.tree.is_direct:
+        pytest.skip("the file system of temporary files has no direct I/O")
+    store.tree.is_direct = is_direct
+    header, data = os.urandom(81), os.urandom(size_bytes)
+    assert store.put(name_of(0), [memoryview(header), memoryview(data)])
+    assert folder.read(name_of(0)) == header + data
+    parts = [memoryview(bytearray(81)), memoryview(bytearray(size_bytes + 10_000))]
+    assert store.get(name_of(0), parts) == 81 + size_bytes
+    assert bytes(parts[0]) == header
+    assert bytes(parts[1]) == data + bytes(10_000)
+    too_small = memoryview(bytearray(80))
+    assert store.get(name_of(0), [too_small]) == 0
+
+
 # ---- a file system that loses things
 
 
