@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from google.longrunning import operations_pb2, operations_pb2_grpc
+from google.longrunning import operations_pb2_grpc
 
 from lmkv import rpc
 from lmkv.rpc.messages import by_tokens
@@ -26,6 +26,7 @@ from lmkv.v1.chunk_pb2 import Position
 from tests.server.coordinator.cases import PROMPT, keys_of
 from tests.server.coordinator.scripted_instance import ScriptedInstance, until
 from tests.support.certificates import issue
+from tests.support.operations import wait_for_operation
 from tests.support.specs import LLAMA
 from tests.support.tokens import entry, write
 
@@ -194,9 +195,7 @@ async def test_a_call_without_end_does_not_keep_a_coordinator_from_stopping(
             cache: Any = CacheServiceStub(channel)
             operations: Any = operations_pb2_grpc.OperationsStub(channel)
             clear = await cache.Clear(ClearRequest(prompt=by_tokens(PROMPT)), timeout=120)
-            waiting = asyncio.ensure_future(
-                operations.WaitOperation(operations_pb2.WaitOperationRequest(name=clear.name), timeout=60)
-            )
+            waiting = asyncio.ensure_future(wait_for_operation(operations, clear.name))
             await until(lambda: len(instance.orders) == 1)
             serving.send_signal(signal.SIGTERM)
             with pytest.raises(grpc.RpcError):

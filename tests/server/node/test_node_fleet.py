@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from google.longrunning import operations_pb2, operations_pb2_grpc
+from google.longrunning import operations_pb2_grpc
 from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc
@@ -38,6 +38,7 @@ from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.engine_client import EngineClient, absent_count
 from tests.server.node.node_parts import node_config
+from tests.support.operations import wait_for_operation
 from tests.support.prompts import with_prompt
 from tests.support.specs import small_spec
 from tests.waiting import WAIT_SECONDS, eventually, until
@@ -215,9 +216,7 @@ async def clear(coordinator: Coordinator, **selection: Any) -> ClearResult:
         cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
         operations: Any = operations_pb2_grpc.OperationsStub(channel)
         operation = await cache.Clear(ClearRequest(**with_prompt(**selection)), timeout=WAIT_SECONDS)
-        operation = await operations.WaitOperation(
-            operations_pb2.WaitOperationRequest(name=operation.name), timeout=WAIT_SECONDS
-        )
+        operation = await wait_for_operation(operations, operation.name)
     result = ClearResult()
     assert operation.response.Unpack(result), operation.error.message
     return result
@@ -302,7 +301,7 @@ async def test_what_the_coordinator_wants_done_is_done_by_whole_nodes(fleet: Two
         move = await cache.Move(
             MoveRequest(prompt=by_keys(split_keys(keys)), old_position=there, new_position=here), timeout=WAIT_SECONDS
         )
-        move = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=move.name), timeout=WAIT_SECONDS)
+        move = await wait_for_operation(operations, move.name)
     result = MoveResult()
     assert move.response.Unpack(result)
     assert (result.chunk_count, result.dropped_chunk_count) == (4, 3)

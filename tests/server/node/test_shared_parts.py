@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.longrunning import operations_pb2, operations_pb2_grpc
+from google.longrunning import operations_pb2_grpc
 
 from lmkv import rpc
 from lmkv.config import CoordinatorConfig
@@ -26,6 +26,7 @@ from lmkv_server.node.tiers.remote.tier import RemoteTier
 from tests.server.node.hybrid_engine import FULL, HYBRID, PROMPT, STATE, HybridEngine, engine_at_node, item_key, places
 from tests.server.node.remote_parts import AWS, S3Server
 from tests.server.node.whole_nodes import until_free
+from tests.support.operations import wait_for_operation
 from tests.support.redis_server import RedisServer
 from tests.waiting import WAIT_SECONDS, eventually, until
 
@@ -98,7 +99,7 @@ async def test_a_copy_brings_every_part_that_a_hit_needs(runtime_dir: Path) -> N
             cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
             operations: Any = operations_pb2_grpc.OperationsStub(channel)
             operation = await cache.Move(request)
-            waited = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name))
+            waited = await wait_for_operation(operations, operation.name)
         result = MoveResult()
         assert waited.response.Unpack(result)
         assert (result.chunk_count, result.token_count) == (7, 4 * HYBRID.chunk_size)
@@ -120,7 +121,7 @@ async def test_every_part_that_a_hit_needs_is_pinned_and_cleared(runtime_dir: Pa
             assert (pin.chunk_count, pin.token_count) == (7, 4 * HYBRID.chunk_size)
             assert {chunk.key for chunk in holder.tier if chunk.pins} == set(HYBRID.item_keys(HYBRID.items(4), PROMPT))
             operation = await cache.Clear(ClearRequest(prompt=by_keys(PROMPT), instance_id="holder"))
-            await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name))
+            await wait_for_operation(operations, operation.name)
         assert {chunk.key for chunk in holder.tier} == set(HYBRID.item_keys(HYBRID.items(4), PROMPT))
 
 

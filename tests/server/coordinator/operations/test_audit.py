@@ -33,6 +33,7 @@ from lmkv.v1.chunk_pb2 import Position
 from lmkv_server.coordinator.operations.audit import audited, logger, redacted, write_audit_to
 from tests.server.coordinator.cases import KEYS, PROMPT
 from tests.server.coordinator.guarded import Guarded, token_of
+from tests.support.operations import wait_for_operation
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ async def test_each_act_is_one_line_with_who_what_and_which_operation(fleet: Gua
     copied = await cache.Move(
         MoveRequest(prompt=by_tokens(PROMPT), old_position=n1, new_position=n2, copy=True), timeout=60
     )
-    await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=copied.name), timeout=60)
+    await wait_for_operation(operations, copied.name)
     pin = (await cache.Pin(PinRequest(prompt=by_tokens(PROMPT), position=n2), timeout=60)).pin
     await cache.Unpin(UnpinRequest(pin_id=pin.pin_id), timeout=60)
     moved = await cache.Move(MoveRequest(prompt=by_keys(KEYS), old_position=n1, new_position=n2), timeout=60)

@@ -21,6 +21,7 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import clears
 from tests.server.coordinator.cases import CHUNKS, KEYS, PROMPT, QWEN, keys_of
 from tests.server.coordinator.scripted_instance import Make, unpacked, until
+from tests.support.operations import wait_for_operation
 from tests.support.prompts import with_prompt
 from tests.support.specs import LLAMA
 from tests.waiting import WAIT_SECONDS
@@ -34,11 +35,7 @@ def operations(channel: grpc.aio.Channel) -> Any:
 async def ended(cache: Any, operations: Any, **fields: Any) -> operations_pb2.Operation:
     operation = await cache.Clear(ClearRequest(**with_prompt(**fields)), timeout=60)
     assert operation.name.startswith("clear-")
-    done: operations_pb2.Operation = await operations.WaitOperation(
-        operations_pb2.WaitOperationRequest(name=operation.name), timeout=60
-    )
-    assert done.done
-    return done
+    return await wait_for_operation(operations, operation.name)
 
 
 async def cleared(cache: Any, operations: Any, **fields: Any) -> ClearResult:
@@ -228,7 +225,7 @@ async def test_a_clear_of_all_waits_for_those_that_have_yet_to_register(
         async with make("b", KEYS) as b:
             await until(lambda: not b.chunks)
             coordinator.tenants.unnamed.core._complete_time = 0.0  # a lease after the start, all have registered
-            ended = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name), timeout=60)
+            ended = await wait_for_operation(operations, operation.name)
         assert unpacked(ended.response, ClearResult).chunk_count == 2 * len(KEYS)
         assert unpacked(ended.metadata, ClearProgress).done_instance_count == 2
 
@@ -249,7 +246,7 @@ async def test_a_node_ends_no_order_of_another_node_and_starts_nothing(
         found = await operations.GetOperation(operations_pb2.GetOperationRequest(name=operation.name), timeout=60)
         assert not found.done
         a.going.set()
-        ended = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name), timeout=60)
+        ended = await wait_for_operation(operations, operation.name)
         assert unpacked(ended.response, ClearResult).chunk_count == len(KEYS)
         assert list(evil.chunks) == KEYS
         listed = await operations.ListOperations(operations_pb2.ListOperationsRequest(), timeout=60)

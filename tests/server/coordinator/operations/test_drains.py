@@ -23,6 +23,7 @@ from lmkv_server.coordinator.operations import drains
 from lmkv_server.coordinator.operations.operations import MAX_REQUEST_ID_BYTES
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA_FLOAT, PROMPT
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked, until
+from tests.support.operations import wait_for_operation
 from tests.waiting import WAIT_SECONDS
 
 MANY = {ChunkKey(number.to_bytes(16, "little")): 16 for number in range(1, 21)}
@@ -41,11 +42,7 @@ class Drainer:
         return operation
 
     async def finish(self, operation: operations_pb2.Operation) -> operations_pb2.Operation:
-        ended: operations_pb2.Operation = await self.operations.WaitOperation(
-            operations_pb2.WaitOperationRequest(name=operation.name), timeout=30
-        )
-        assert ended.done
-        return ended
+        return await wait_for_operation(self.operations, operation.name)
 
     async def get(self, operation: operations_pb2.Operation) -> operations_pb2.Operation:
         found: operations_pb2.Operation = await self.operations.GetOperation(

@@ -30,6 +30,7 @@ from lmkv_server.coordinator.operations import moves
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA_FLOAT, PROMPT, keys_of
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked, until
 from tests.support.node_stub import registration
+from tests.support.operations import wait_for_operation
 from tests.support.prompts import with_prompt
 from tests.support.specs import LLAMA
 
@@ -52,11 +53,7 @@ class Asker:
 
     async def finish(self, operation: operations_pb2.Operation) -> operations_pb2.Operation:
         """The operation once it is over."""
-        ended: operations_pb2.Operation = await self.operations.WaitOperation(
-            operations_pb2.WaitOperationRequest(name=operation.name), timeout=60
-        )
-        assert ended.done
-        return ended
+        return await wait_for_operation(self.operations, operation.name)
 
     async def move(self, *ends: str, **fields: Any) -> MoveResult:
         """A move from beginning to end, which must do something."""

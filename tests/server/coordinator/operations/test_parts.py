@@ -30,6 +30,7 @@ from lmkv_server.coordinator.operations import drains
 from tests.server.coordinator.cases import HYBRID, MISTRAL, keys_of
 from tests.server.coordinator.parted import FULL, KEYS, PROMPT, STATE, WINDOW, item, items
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked
+from tests.support.operations import wait_for_operation
 from tests.support.prompts import with_prompt
 from tests.support.specs import LLAMA
 
@@ -47,11 +48,7 @@ class Operator:
         self.operations: Any = operations_pb2_grpc.OperationsStub(channel)
 
     async def ended(self, operation: operations_pb2.Operation) -> operations_pb2.Operation:
-        over: operations_pb2.Operation = await self.operations.WaitOperation(
-            operations_pb2.WaitOperationRequest(name=operation.name), timeout=60
-        )
-        assert over.done
-        return over
+        return await wait_for_operation(self.operations, operation.name)
 
     async def start_move(self, keys: list[ChunkKey] | None = None, **fields: Any) -> operations_pb2.Operation:
         named: dict[str, Any] = {"chunk_keys": join_keys(keys)} if keys else {"tokens": PROMPT}

@@ -23,6 +23,7 @@ from lmkv_server.coordinator.operations import operations as core
 from lmkv_server.coordinator.operations import operations as operations_module
 from tests.server.coordinator.cases import CHUNKS, KEYS
 from tests.server.coordinator.scripted_instance import Make
+from tests.support.operations import wait_for_operation
 from tests.support.specs import LLAMA
 from tests.waiting import WAIT_SECONDS, eventually
 
@@ -74,7 +75,7 @@ async def test_an_operation_that_is_larger_than_a_page_is_a_page_of_its_own(
 
 async def test_a_filter_separates_running_from_ended_operations(make: Make, cache: Any, operations: Any) -> None:
     over = await clear(cache)
-    await operations.WaitOperation(pb.WaitOperationRequest(name=over), timeout=WAIT_SECONDS)
+    await wait_for_operation(operations, over)
     async with make("a", CHUNKS) as a:
         a.going.clear()
         running = await clear(cache)
@@ -100,7 +101,7 @@ async def test_waiting_ends_with_the_operation_or_the_time(make: Make, cache: An
 
 async def test_an_operation_that_is_over_can_be_forgotten(cache: Any, operations: Any) -> None:
     name = await clear(cache)
-    await operations.WaitOperation(pb.WaitOperationRequest(name=name), timeout=WAIT_SECONDS)
+    await wait_for_operation(operations, name)
     await operations.DeleteOperation(pb.DeleteOperationRequest(name=name), timeout=WAIT_SECONDS)
     assert (await refused(operations.GetOperation(pb.GetOperationRequest(name=name), timeout=WAIT_SECONDS))).reason == (
         "OPERATION_NOT_FOUND"
@@ -113,15 +114,13 @@ async def test_a_request_id_is_free_again_once_its_operation_is_deleted(
     async with make("a", CHUNKS) as a:
         request = ClearRequest(all=True, request_id="once")
         first = await cache.Clear(request, timeout=WAIT_SECONDS)
-        await operations.WaitOperation(pb.WaitOperationRequest(name=first.name), timeout=WAIT_SECONDS)
+        await wait_for_operation(operations, first.name)
         assert (await cache.Clear(request, timeout=WAIT_SECONDS)).name == first.name
         await operations.DeleteOperation(pb.DeleteOperationRequest(name=first.name), timeout=WAIT_SECONDS)
         a.chunks.update(dict.fromkeys(KEYS, LLAMA.chunk_size))
         second = await cache.Clear(request, timeout=WAIT_SECONDS)
         assert second.name != first.name
-        assert (
-            await operations.WaitOperation(pb.WaitOperationRequest(name=second.name), timeout=WAIT_SECONDS)
-        ).HasField("response")
+        assert (await wait_for_operation(operations, second.name)).HasField("response")
         assert not a.chunks, "it was done again"
         other = ClearRequest(instance_id="a", all=True, request_id="once")
         await operations.DeleteOperation(pb.DeleteOperationRequest(name=second.name), timeout=WAIT_SECONDS)
@@ -147,7 +146,7 @@ async def test_unknown_names_are_not_found(operations: Any) -> None:
     for name in ("", "x", "move-zz", "move-" + "f" * 16):
         for call in (
             operations.GetOperation(pb.GetOperationRequest(name=name), timeout=WAIT_SECONDS),
-            operations.WaitOperation(pb.WaitOperationRequest(name=name), timeout=WAIT_SECONDS),
+            wait_for_operation(operations, name),
             operations.CancelOperation(pb.CancelOperationRequest(name=name), timeout=WAIT_SECONDS),
             operations.DeleteOperation(pb.DeleteOperationRequest(name=name), timeout=WAIT_SECONDS),
         ):
@@ -175,7 +174,7 @@ async def test_those_that_ended_give_way_in_time_or_to_others(monkeypatch: pytes
         begun = []
         for _ in range(4):
             begun.append(await clear(CacheServiceStub(channel)))
-            await operations.WaitOperation(pb.WaitOperationRequest(name=begun[-1]), timeout=WAIT_SECONDS)
+            await wait_for_operation(operations, begun[-1])
         assert await names(operations) == begun[:1:-1]
 
 
@@ -189,7 +188,7 @@ async def test_too_many_at_once_are_refused(
         assert (await refused(cache.Clear(ClearRequest(all=True), timeout=WAIT_SECONDS))).reason == "FULL"
         for name in begun:
             await operations.CancelOperation(pb.CancelOperationRequest(name=name), timeout=WAIT_SECONDS)
-            done = await operations.WaitOperation(pb.WaitOperationRequest(name=name), timeout=WAIT_SECONDS)
+            done = await wait_for_operation(operations, name)
             assert done.error.code == grpc.StatusCode.CANCELLED.value[0]
         assert a.chunks == CHUNKS
         a.going.set()

@@ -38,6 +38,7 @@ from lmkv_server.coordinator.services.cache import CacheService
 from tests.server.coordinator.cases import KEYS, PROMPT
 from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of
 from tests.support.node_stub import registration
+from tests.support.operations import wait_for_operation
 from tests.support.specs import LLAMA
 from tests.support.tokens import entry
 
@@ -219,7 +220,7 @@ async def test_a_drain_copies_nothing_to_another_tenant(fleet: Guarded) -> None:
     own = await fleet.cache(token_of("operator", "a"))
     operation = await own.Drain(DrainRequest(instance_id="ours"), timeout=60)
     operations = await fleet.operations(token_of("operator", "a"))
-    ended = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name), timeout=60)
+    ended = await wait_for_operation(operations, operation.name)
     assert from_status(ended.error).reason == "KV_SPEC_MISMATCH"
     assert not theirs.chunks
     others = await fleet.operations(token_of("admin", "b"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.longrunning import operations_pb2, operations_pb2_grpc
+from google.longrunning import operations_pb2_grpc
 from prometheus_client import generate_latest
 
 from lmkv import rpc
@@ -32,6 +32,7 @@ from tests.server.node.disk_parts import files, until
 from tests.server.node.engine_client import EngineClient, absent_count, runs
 from tests.server.node.node_parts import NodeProcess
 from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
+from tests.support.operations import wait_for_operation
 from tests.waiting import WAIT_SECONDS, eventually, is_listening
 
 START_SECONDS = 30.0
@@ -231,9 +232,7 @@ async def test_a_clear_drops_from_the_tier_that_it_names_or_from_all(
             clear = await cache.Clear(
                 cache_service_pb2.ClearRequest(instance_id="holder", tier=tier, all=True), timeout=WAIT_SECONDS
             )
-            clear = await operations.WaitOperation(
-                operations_pb2.WaitOperationRequest(name=clear.name), timeout=WAIT_SECONDS
-            )
+            clear = await wait_for_operation(operations, clear.name)
         result = cache_service_pb2.ClearResult()
         assert clear.response.Unpack(result)
         assert (result.chunk_count, result.token_count) == (3, 3 * SPEC.chunk_size)
@@ -259,11 +258,7 @@ async def test_a_move_from_disk_leaves_nothing_there_and_one_to_disk_is_refused(
                     MoveRequest(prompt=by_keys(split_keys(keys)), old_position=old, new_position=new),
                     timeout=WAIT_SECONDS,
                 )
-                ends.append(
-                    await operations.WaitOperation(
-                        operations_pb2.WaitOperationRequest(name=move.name), timeout=WAIT_SECONDS
-                    )
-                )
+                ends.append(await wait_for_operation(operations, move.name))
         result = MoveResult()
         assert ends[0].response.Unpack(result)
         assert (result.chunk_count, result.dropped_chunk_count) == (3, 3)

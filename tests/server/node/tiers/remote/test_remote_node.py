@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from google.longrunning import operations_pb2, operations_pb2_grpc
+from google.longrunning import operations_pb2_grpc
 from prometheus_client import generate_latest
 
 from lmkv import rpc
@@ -34,6 +34,7 @@ from tests.server.node.engine_client import EngineClient, absent_count, runs
 from tests.server.node.node_parts import NodeProcess
 from tests.server.node.remote_parts import AWS, S3Server, SharedFolder, names_of
 from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
+from tests.support.operations import wait_for_operation
 from tests.support.redis_server import RedisServer
 from tests.waiting import WAIT_SECONDS, eventually, is_listening
 
@@ -247,9 +248,7 @@ async def fleet(folder: Path, url: str) -> AsyncIterator[tuple[Coordinator, AtNo
 
 
 async def ended(operations: Any, operation: Any) -> Any:
-    return await operations.WaitOperation(
-        operations_pb2.WaitOperationRequest(name=operation.name), timeout=WAIT_SECONDS
-    )
+    return await wait_for_operation(operations, operation.name)
 
 
 @pytest.mark.parametrize(("tier", "left", "count"), [(REMOTE, 3, 3), (HOST, 0, 3), ("", 0, 3)])
