@@ -603,7 +603,7 @@ def bench(parser: argparse.ArgumentParser) -> None:
 
 
 @subcommand(
-    run="lmkv_client.commands.audit:run",
+    run="lmkv_client.demo.audit:run",
     examples="""\
   lmkv audit --url http://10.0.0.7:8000 --file prompt.txt       all chunks of a prompt that the engine's node holds
   lmkv audit --url http://10.0.0.7:8000 --prompt "Hi" --json
