@@ -177,7 +177,7 @@ def test_values_are_counted_outside_of_texts_however_they_arrive(content: Any, p
 @pytest.mark.parametrize(
     ("value", "most"), [("1,", MAX_JSON_VALUES), ("{},", MAX_JSON_OBJECTS), ('"a",', MAX_JSON_OBJECTS)]
 )
-def test_values_that_take_long_to_decode_has_too_many_values(value: str, most: int) -> None:
+def test_values_that_take_long_to_decode_are_too_many(value: str, most: int) -> None:
     values = JsonText()
     values.add(b"[" + value.encode() * (most - 1))
     assert not values.has_too_many_values
