@@ -67,6 +67,8 @@ async def test_a_salt_that_floods_evicts_no_chunk_of_another_from_disk(tmp_path:
     async with Node(config(tmp_path, **sizes, **disk, **quota)) as node, EngineClient(node) as engine:
         tier = node.tiers[0]
         assert isinstance(tier, DiskTier)
+        (before,) = [usage for usage in usages(node.tier, node.tiers) if usage.tier == "disk"]
+        assert (before.salt_quota_bytes, before.salt_count) == (24 * SPEC.chunk_bytes, 0), "shown from the start"
         for numbers, owner in ((range(4), ONE), *((range(n, n + 4), OTHER) for n in range(1000, 1100, 4))):
             await store(engine, node.pool, *numbers, owner=owner)
             await until(lambda numbers=numbers: all(tier.has(key) for key in chunk_keys(*numbers)))  # type: ignore[misc]

@@ -190,7 +190,7 @@ def usages(tier: HostTier, tiers: Iterable[SecondaryTier]) -> list[TierUsage]:
         ),
     ]
     for reported in found:
-        if quota := quotas.get(reported.tier):
+        if (quota := quotas.get(reported.tier)) is not None:
             reported.salt_quota_bytes, reported.max_salt_used_bytes = quota.limit_bytes, quota.most_bytes
             reported.salt_count = len(quota)
     return found

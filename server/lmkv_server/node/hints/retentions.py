@@ -36,7 +36,7 @@ class Retentions:
     def __init__(self, tier: HostTier, limit_bytes: int) -> None:
         self._tier = tier
         self._limit_bytes = limit_bytes
-        quota_bytes = tier.quotas.limit_bytes if tier.quotas else limit_bytes
+        quota_bytes = limit_bytes if tier.quotas is None else tier.quotas.limit_bytes
         self._owner_limit_bytes = min(limit_bytes // 2, quota_bytes)
         self._retained: dict[ChunkKey, Retention] = {}
         self._owner_bytes: Counter[bytes] = Counter()

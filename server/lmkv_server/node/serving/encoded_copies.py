@@ -98,7 +98,8 @@ class EncodedCopies:
         if encoded_bytes > extent.size_bytes - ALIGNMENT:
             return None
         kept = self._tier.reserve_at(extent.offset, encoded_bytes)
-        assert kept is not None, "nothing else was reserved meanwhile"
+        if kept is None:  # the pool's memory ends before it by now
+            return None
         self._used_bytes += kept.size_bytes
         return EncodedCopy(offset=extent.offset, size_bytes=encoded_bytes, checksum=total)
 

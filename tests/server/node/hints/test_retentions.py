@@ -149,3 +149,10 @@ def test_ends_that_are_void_are_removed_once_they_are_more_than_half() -> None:
         lengths.append(len(retentions._due))
     assert max(lengths) == 20, "not more than twice the chunks and 16"
     assert lengths.count(2) <= 99 // 18 + 1, "not with every retention: it takes time"
+
+
+def test_an_owner_retains_no_more_than_its_quota_also_before_it_has_stored_anything() -> None:
+    tier = HostTier(CHUNKS * SPEC.chunk_bytes, quota_bytes=SPEC.chunk_bytes)
+    retentions = Retentions(tier, CHUNKS * SPEC.chunk_bytes)
+    chunks = [admit(tier, SPEC, number) for number in range(3)]
+    assert retentions.room(chunks, b"a" * 16) == 1
