@@ -172,11 +172,13 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
             if operation.done in wanted and (not last or operation.start_key < last)
         ]
         response = operations_pb2.ListOperationsResponse()
+        size_bytes = 0
         for operation in rest[: page_limit(request.page_size)]:
-            response.operations.append(to_proto(operation))
-            if response.ByteSize() > rpc.MAX_MESSAGE_BYTES // 2 and len(response.operations) > 1:
-                response.operations.pop()
+            listed = to_proto(operation)
+            size_bytes += listed.ByteSize()
+            if response.operations and size_bytes > rpc.MAX_MESSAGE_BYTES // 2:
                 break
+            response.operations.append(listed)
         if len(response.operations) < len(rest):
             last = rest[len(response.operations) - 1].start_key
             response.next_page_token = page_token("ListOperations", last)
