@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from benchmarks.support.command import Benchmark, BenchmarkRun
-from benchmarks.tier import disk, remote, starts
+from benchmarks.tier import disk, folder, remote, starts
 
-PARTS = {"disk": disk.measure, "remote": remote.measure, "starts": starts.measure}
+PARTS = {"disk": disk.measure, "remote": remote.measure, "folder": folder.measure, "starts": starts.measure}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ _CODECS = "(fp8|int8|int4|zstd|fp8_cast)"
 _SGLANG_SYSTEMS = "sglang_(lmkv|file|mooncake|linker|plain)"
 _TRACES = "(conversation|tool_agent|api|scan|loop|mooncake_conversation|mooncake_synthetic|coding_agents)"
 _POLICIES = "(learned|arc|s3_fifo|sieve|two_queues|gdsf|opt)"
-_WAYS = "(bare|tier|encrypted|nixl)"
+_WAYS = "(bare|tier|encrypted|nixl|vllm)"
 _CELLS = "(own|misses|shm|tcp10|tcp1|tcp|disk|redis|behind)"
 _CELL = rf"{_CELLS}_(alone|lmkv|vllm_offload|lmcache)"
 _LEVELS = (
@@ -210,6 +210,8 @@ _MEANINGS = {
     r"prefetch_(disk|remote|peer)_ms": "time of a prefetch from {}",
     rf"disk_{_WAYS}_(write|read)_(512kib|2mib|8mib)": "{0}: {1}, {2}",
     rf"disk_{_WAYS}_(write|read)_cpu_(512kib|2mib|8mib)": "{0}: {1}, {2}, processor time",
+    rf"folder_{_WAYS}_(write|read)_(512kib|2mib|8mib)": "{0}: {1}, {2}",
+    rf"folder_{_WAYS}_(write|read)_cpu_(512kib|2mib|8mib)": "{0}: {1}, {2}, processor time",
     rf"(redis|s3)_{_WAYS}_(write|read)_(1mib|8mib)": "{1}: {0}, {2}, {3}",
     rf"(redis|s3)_{_WAYS}_(write|read)_cpu_(1mib|8mib)": "{1}: {0}, {2}, {3}, processor time",
     r"warm_attach_s": "warm restart, 4 GiB: until engines can attach",
@@ -239,6 +241,7 @@ _WORDS = {
     "bare": "without a tier",
     "tier": "the tier",
     "encrypted": "encrypted",
+    "vllm": "vLLM's `fs` tier",
     "write": "write",
     "read": "read",
     "redis": "Redis",

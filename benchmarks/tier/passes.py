@@ -92,7 +92,9 @@ class Cost(NamedTuple):
 class Passes:
     """The costs of each act (`write`, `read`) in each way, one for each round."""
 
-    def __init__(self) -> None:
+    def __init__(self, bare: str = "bare") -> None:
+        """`bare` is the way that others are compared with."""
+        self._bare = bare
         self._costs: defaultdict[tuple[str, str], list[Cost]] = defaultdict(list)
 
     @contextmanager
@@ -116,7 +118,7 @@ class Passes:
         self._costs[_BESIDE + way, "read"].append(Cost(*(statistics.mean(each) for each in zip(*around, strict=True))))
 
     def rows(self, store: str, chunks: str) -> Iterator[Row]:
-        """Returns the rows of every act and way. Their baseline is the bare reads around them, or the way `bare`.
+        """Returns the rows of every act and way. Their baseline is the bare reads around them, or the bare way.
 
         Raises `KeyError` if there are none.
         """
@@ -124,11 +126,15 @@ class Passes:
         for (way, act), costs in measured.items():
             if way.startswith(_BESIDE):
                 continue
-            bare = measured.get((_BESIDE + way, act)) or measured["bare", act]
+            bare = measured.get((_BESIDE + way, act)) or measured[self._bare, act]
             rates, cpu = [1 / cost.seconds for cost in costs], [cost.cpu_seconds for cost in costs]
             bare_rates, bare_cpu = [1 / cost.seconds for cost in bare], [cost.cpu_seconds for cost in bare]
-            yield _row(f"{store}_{way}_{act}_{chunks}", "GB/s", way, rates, bare_rates)
-            yield _row(f"{store}_{way}_{act}_cpu_{chunks}", "s/GB", way, cpu, bare_cpu)
+            yield _row(
+                f"{store}_{way}_{act}_{chunks}", "GB/s", "" if way == self._bare else self._bare, rates, bare_rates
+            )
+            yield _row(
+                f"{store}_{way}_{act}_cpu_{chunks}", "s/GB", "" if way == self._bare else self._bare, cpu, bare_cpu
+            )
 
 
 @contextmanager
@@ -140,14 +146,14 @@ def _timed(costs: list[Cost], size_bytes: int) -> Iterator[None]:
     costs.append(Cost((time.perf_counter() - wall) / size, (time.process_time() - cpu) / size))
 
 
-def _row(name: str, unit: str, way: str, values: list[float], bare: list[float]) -> Row:
-    if way == "bare":
+def _row(name: str, unit: str, baseline: str, values: list[float], bare: list[float]) -> Row:
+    if not baseline:
         return Row(name=name, value=statistics.median(values), unit=unit)
     return Row(
         name=name,
         value=statistics.median(values),
         unit=unit,
-        baseline="bare",
+        baseline=baseline,
         baseline_value=statistics.median(bare),
         ratio=median_ratio(values, bare),
     )
@@ -159,10 +165,11 @@ async def through(
     passes: Passes,
     way: str,
     bare: Callable[[], None] | None = None,
+    written: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes all chunks behind, reads them into the pool again, and drops them. Opens the tier.
 
-    `bare` reads the same files without the tier, if they can be.
+    `bare` reads the same files without the tier, if they can be. `written` ends the pass that writes.
     """
     async with tier:
         async with asyncio.timeout(TIMEOUT_SECONDS):
@@ -173,6 +180,7 @@ async def through(
             for chunk in chunks.tier:
                 tier.writer.add(chunk)
             await tier.writer.flush()
+            written()
         assert tier.stats().written_chunks == len(chunks.keys), "not all were written"
         chunks.tier.drop(chunks.keys)
         needs = Needs(spec=chunks.spec, keys=chunks.keys, indices=range(len(chunks.keys)))
