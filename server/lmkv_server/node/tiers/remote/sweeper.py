@@ -68,13 +68,17 @@ class Sweeper:
     """Sweeps on a thread of its own from `start` to `stop`."""
 
     def __init__(self, tree: FolderTree, limits: FolderLimits) -> None:
-        self.evicted_count = 0
-        """Files of chunks that were removed."""
+        self._evicted_count = 0
         self._tree = tree
         self._limits = limits
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._log = LimitedLogger(logger)
+
+    @property
+    def evicted_count(self) -> int:
+        """Files of chunks that were removed."""
+        return self._evicted_count
 
     def start(self) -> None:
         """Starts the thread, which a process that ends does not wait for. Idempotent."""
@@ -201,7 +205,7 @@ class Sweeper:
                 break
             used_bytes -= file.size_bytes
             removed_count += self._remove(file)
-        self.evicted_count += removed_count
+        self._evicted_count += removed_count
         if removed_count:
             logger.info("remote: %d chunks were evicted from %s", removed_count, self._tree.path)
 
