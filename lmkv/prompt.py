@@ -469,10 +469,7 @@ def match(prompt: Prompt, held: Held, most_bytes: int | None = None) -> Hit:
     Of parts of which a hit needs every chunk, the prefix bounds it. For one such part that is the hit: no other chunk
     is looked at.
     """
-    count = len(prompt)
-    for number, part in enumerate(prompt.spec.parts):
-        if part.rule == ALL:
-            count = held.prefix(number, count)
+    count = prefix_count(prompt, held)
     if most_bytes is not None:
         count = min(count, _most_chunks(prompt.spec, most_bytes, count))
     if prompt.spec.matches_prefixes and most_bytes is None and not prompt.may_end_behind(count):
@@ -491,6 +488,16 @@ def match(prompt: Prompt, held: Held, most_bytes: int | None = None) -> Hit:
             return hit
         count = missing  # each hit that ends behind this chunk needs it
     return _match_all(prompt, held, count, most_bytes)
+
+
+def prefix_count(prompt: Prompt, held: Held) -> int:
+    """Counts the prompt's first chunks that hits can have, as far as parts decide that of which hits need every
+    chunk."""
+    count = len(prompt)
+    for number, part in enumerate(prompt.spec.parts):
+        if part.rule == ALL:
+            count = held.prefix(number, count)
+    return count
 
 
 def first_missing(prompt: Prompt, held: Held, hit: Hit) -> int | None:

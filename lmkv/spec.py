@@ -35,6 +35,10 @@ LOSSY_DTYPES = ("bfloat16", "float16", "float32")
 """KV dtypes that a codec of a tier may round (docs/guides/codecs.md)."""
 MAX_PARTS = 8
 """Maximum number of parts of a chunk."""
+WINDOW_SHARE = 3
+"""Windows that are stored whatever prompts end there take at most 1/3 of the bytes of full attention."""
+LEAST_INTERVAL = 4
+"""Least number of chunks from one of their ends to the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,6 +341,23 @@ class KvSpec:
     def matches_prefixes(self) -> bool:
         """Whether the first chunks of a hit are a hit: there is one part, of which hits need every chunk."""
         return self.rule == ALL and not self.more_parts
+
+    @cached_property
+    def window_interval(self) -> int:
+        """The multiples of this number of chunks have their windows stored, whatever prompts end there.
+
+        1 if all have: where nothing is stored of every chunk, where windows are little beside it, or where only the
+        engine knows which states are there.
+        """
+        always = sum(self._full_bytes[number] for number, part in enumerate(self.parts) if part.rule == ALL)
+        windows = sum(
+            len(part.needed(part.span * self.chunk_size, self.chunk_size)) * self._full_bytes[number]
+            for number, part in enumerate(self.parts)
+            if part.rule == PART_RULE_LAST
+        )
+        has_states = any(part.rule == PART_RULE_END for part in self.parts)
+        interval = 1 if has_states or not always else max(1, -(-WINDOW_SHARE * windows // always))
+        return interval if interval == 1 else max(LEAST_INTERVAL, interval)
 
     def fits(self, size_bytes: int, token_count: int) -> bool:
         """Whether some part of a chunk of `token_count` tokens has this size."""

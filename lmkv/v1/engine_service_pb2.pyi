@@ -1375,6 +1375,7 @@ class FoundChunks(_message.Message):
     PARTIAL_KEY_FIELD_NUMBER: _builtins.int
     PARTIAL_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     MISSED_FIELD_NUMBER: _builtins.int
+    PREFIX_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     lookup_id: _builtins.str
     """The lookup."""
     peer_instance_id: _builtins.str
@@ -1389,6 +1390,10 @@ class FoundChunks(_message.Message):
     """
     partial_token_count: _builtins.int
     """The first tokens of that chunk, which are this prompt's."""
+    prefix_chunk_count: _builtins.int
+    """If missing windows make the hit shorter: the chunks that it would have if they were there. Otherwise 0. The engine stores
+    the window at this end: prompts have it in common.
+    """
     @_builtins.property
     def own(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldChunk]:
         """The first chunks of the prompt, in the node's own pool; no more than fit into a message."""
@@ -1417,10 +1422,11 @@ class FoundChunks(_message.Message):
         partial_key: _builtins.bytes = ...,
         partial_token_count: _builtins.int = ...,
         missed: _abc.Iterable[_chunk_pb2.PromptSpan] | None = ...,
+        prefix_chunk_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_chunk_count", b"hit_chunk_count", "lookup_id", b"lookup_id", "missed", b"missed", "own", b"own", "partial_key", b"partial_key", "partial_token_count", b"partial_token_count", "peer_instance_id", b"peer_instance_id", "refused_chunk_count", b"refused_chunk_count", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_chunk_count", b"hit_chunk_count", "lookup_id", b"lookup_id", "missed", b"missed", "own", b"own", "partial_key", b"partial_key", "partial_token_count", b"partial_token_count", "peer_instance_id", b"peer_instance_id", "prefix_chunk_count", b"prefix_chunk_count", "refused_chunk_count", b"refused_chunk_count", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

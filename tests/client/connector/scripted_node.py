@@ -17,7 +17,7 @@ from google.rpc import code_pb2
 from lmkv import rpc
 from lmkv.errors import ChunkNotFound, LmkvError
 from lmkv.keys import ChunkKey, KeyChain, part_key, split_keys
-from lmkv.prompt import HeldKeys, Prompt, Tail, match
+from lmkv.prompt import HeldKeys, Prompt, Tail, match, prefix_count
 from lmkv.spec import KvSpec
 from lmkv.tiers import HOST
 from lmkv.v1 import engine_service_pb2 as pb
@@ -385,7 +385,8 @@ class ScriptedNode:
             tokens=tokens,
             extras=dict(lookup.chunk_extras),
         )
-        hit = match(prompt, HeldParts(prompt, places))
+        held = HeldParts(prompt, places)
+        hit, prefix = match(prompt, held), prefix_count(prompt, held)
         keys = list(prompt.items(hit).keys)
         own = self._prefix(keys, self.chunks)
         tiers = groupby("own" if key in self.chunks else "peers" for key in keys[len(own) :])
@@ -401,6 +402,7 @@ class ScriptedNode:
             missed=[PromptSpan(reason=self.miss_reason, chunk_count=len(chunk_keys) - hit.chunk_count)]
             if chunk_keys[hit.chunk_count :]
             else [],
+            prefix_chunk_count=prefix if prefix > hit.chunk_count else 0,
         )
         if hit.chunk_count or hit.tail:
             self._hold(lookup.lookup_id, keys, own, [self.chunks[key] for key in keys if key in self.chunks])

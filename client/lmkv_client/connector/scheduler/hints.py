@@ -119,6 +119,8 @@ class RequestHints:
             elif not (keys := self._keys(hint, state)):
                 self._reject(hinted, _rejected(hint, HintReason.BAD_PAYLOAD, "the tokens are less than a chunk"))
             else:
+                if hint.tokens is None and hint.token_count is not None:
+                    state.store.expect_end(hint.token_count // self._session.spec.chunk_size)
                 self._hint_number += 1
                 sent = SentHint(
                     hint=hint,

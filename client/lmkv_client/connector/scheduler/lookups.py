@@ -78,6 +78,7 @@ class RequestLookups:
         counters.add("lookup_seconds", lookup.waited_seconds)
         counters.add("refused_fetch_tokens", found.refused_chunk_count * state.chunk_size)
         state.mark_held(lookup.hit_count(pool_only=True))
+        state.store.expect_end(found.prefix_chunk_count)
         self._session.queue.expect(state.request_id, state.token_count - lookup.tokens_in(lookup.sources.chunk_count))
         hit_count = lookup.sources.chunk_count
         self._refine(state, lookup.partial.index if lookup.partial else hit_count, found.missed)

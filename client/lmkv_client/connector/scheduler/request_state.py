@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -109,6 +110,20 @@ class StoredTokens:
         return sum(self._tokens_by_chunk.values())
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowChunks:
+    """The chunks of a prompt whose windows are stored."""
+
+    chunks: Sequence[int]
+    """Ascending."""
+    lasting: frozenset[int]
+    """Those that are not superseded by what prompt and answer go on with."""
+
+    def between(self, start: int, stop: int) -> Sequence[int]:
+        """Those from chunk `start` on and before `stop`."""
+        return self.chunks[bisect_left(self.chunks, start) : bisect_left(self.chunks, stop)]
+
+
 @dataclass(kw_only=True, eq=False, slots=True)
 class StoreProgress:
     """Tracks how much of a request is stored."""
@@ -119,6 +134,10 @@ class StoreProgress:
     """Number of the first full chunks that need not be stored any more."""
     passed_count: int = 0
     """Number of the first full chunks whose pages vLLM may have freed, where it frees pages of running requests."""
+    expected_ends: set[int] = field(default_factory=set)
+    """Numbers of first full chunks behind which hits are expected although the prompt does not end there."""
+    windows: dict[int, WindowChunks] = field(default_factory=dict)
+    """The chunks of the prompt whose windows are stored, by part; computed when they are first asked for."""
     state_chunks: dict[int, int] = field(default_factory=dict)
     """The last chunk whose state is stored, by part."""
     partial_is_stored: bool
@@ -142,6 +161,12 @@ class StoreProgress:
     """The audit of the request's hit, once the engine computes it."""
     held: dict[tuple[int, int], HeldPart] = field(default_factory=dict)
     """Chunks that are not to be stored but compared with those that the pool has, by part and index."""
+
+    def expect_end(self, chunk_count: int) -> None:
+        """Has the window before the end of the first `chunk_count` chunks stored."""
+        if chunk_count and chunk_count not in self.expected_ends:
+            self.expected_ends.add(chunk_count)
+            self.windows.clear()
 
 
 class RequestState:

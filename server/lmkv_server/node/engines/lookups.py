@@ -166,6 +166,7 @@ class EngineLookups:
             missed=[missed_span(run) for run in missed],
             partial_key=tail.key if tail else b"",
             partial_token_count=tail.token_count if tail else 0,
+            prefix_chunk_count=found.prefix_count,
         )
         session.keep(lease, found.items.keys, found.own, found.behind)
         add_held(message.own, found.own)

@@ -38,6 +38,8 @@ class Found:
     """Tiers that were asked and did not answer."""
     limited_count: int = 0
     """Chunks by which the hit is shorter because a longer one has more bytes than may be held."""
+    prefix_count: int = 0
+    """Chunks that it would have if the windows were there that make it shorter; 0 if none do."""
 
     @cached_property
     def items(self) -> Items:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from lmkv.keys import part_key
-from lmkv.prompt import Hit, Prompt, Tail, first_missing, match
-from lmkv.spec import ALL
+from lmkv.prompt import Hit, Prompt, Tail, first_missing, match, prefix_count
 from lmkv.tiers import HANDOFF, OWN, Run
 from lmkv_server.node.cache.events import PartialChunks
 from lmkv_server.node.cache.host import Chunk, HostTier
@@ -300,10 +299,7 @@ class PromptLookup:
         prompt = self.prompt
         if prompt.tokens is None:
             return
-        prefix = len(prompt)
-        for number, part in enumerate(prompt.spec.parts):
-            prefix = grid.prefix(number, prefix) if part.rule == ALL else prefix
-        for end in dict.fromkeys((prefix, match(prompt, grid, self.most_bytes).chunk_count)):
+        for end in dict.fromkeys((prefix_count(prompt, grid), match(prompt, grid, self.most_bytes).chunk_count)):
             for at, tier in enumerate(tiers):
                 hit = match(prompt, grid, self.most_bytes)
                 if prompt.end(hit) == prompt.tokens.size or not prompt.may_end_behind(end):
@@ -384,6 +380,7 @@ class PromptLookup:
             refused=self._refused if hit.chunk_count < len(self.prompt) else (),
             unanswered=unanswered,
             limited_count=self._limited_count(grid, hit) if hit.chunk_count < len(self.prompt) else 0,
+            prefix_count=self._prefix_count(grid, hit),
         )
         sources = self._with_tail_sources(grid, hit) if hit.tail else grid.sources(hit)
         names = {number: one.name for number, (one, _) in enumerate(self._asked, start=1)}
@@ -393,7 +390,8 @@ class PromptLookup:
         """The hit in the pool."""
         prompt, hit, get = self.prompt, self._own, self._tier.get
         limited_count = self._limited_count(self._pool, hit) if hit.chunk_count < len(prompt) else 0
-        found = Found(prompt=prompt, hit=hit, limited_count=limited_count)
+        prefix = self._prefix_count(self._pool, hit)
+        found = Found(prompt=prompt, hit=hit, limited_count=limited_count, prefix_count=prefix)
         found.own = [chunk for key in found.items.keys if (chunk := get(key))]
         if is_use:
             self._use(found)
@@ -417,6 +415,13 @@ class PromptLookup:
         if self.prompt.spec.matches_prefixes and self.prompt.size_bytes(Hit(hit.chunk_count + 1)) <= self.most_bytes:
             return 0
         return max(0, match(self.prompt, held).chunk_count - hit.chunk_count)
+
+    def _prefix_count(self, held: PoolHeld | _Grid, hit: Hit) -> int:
+        """Counts the chunks that the hit would have if all windows were there; 0 if it has them."""
+        if self.prompt.spec.window_interval == 1:  # engines store all windows
+            return 0
+        count = prefix_count(self.prompt, held)
+        return count if count > hit.chunk_count else 0
 
     def _with_tail_sources(self, grid: _Grid, hit: Hit) -> bytes:
         """The sources of the items of a hit with a tail, whose parts are all in one place."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 import pytest
 
+from lmkv.spec import KvSpec
+from lmkv.v1.chunk_pb2 import PART_RULE_LAST
 from tests.client.connector.scheduler.serving import DECODED, MakeEngine, forget_pages
 from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import CHUNK, MODELS
@@ -51,6 +54,15 @@ def parts_of(engine: SimulatedEngine) -> range:
 def committed(engine: SimulatedEngine) -> Counter[int]:
     """The number of chunks whose part the node has, by part."""
     return Counter(stored.part for stored in engine.node.chunks.values())
+
+
+def stored_chunks(spec: KvSpec, part: int, ends: Collection[int] = ()) -> set[int]:
+    """The chunks of the prompt of which a part is stored, states apart. Prompts are known to part at `ends`."""
+    kind, interval = spec.parts[part], spec.window_interval
+    if kind.rule != PART_RULE_LAST or interval == 1:
+        return {chunk for chunk in range(CHUNKS) if kind.is_needed(chunk, CHUNK)}
+    ends = {CHUNKS, *range(interval, CHUNKS + 1, interval), *ends}
+    return {chunk for end in ends for chunk in kind.needed(end * CHUNK, CHUNK)}
 
 
 def hit_of(tokens: int) -> int:

@@ -6,12 +6,14 @@ that each group's rows are what the key says; every copy, that it names no null 
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from lmkv.keys import ChunkKey, part_key, split_keys
 from lmkv.prompt import HeldKeys, Prompt, match
 from lmkv.tiers import PEERS
-from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
+from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST
 from tests.client.connector.scheduler.serving import DECODED, MakeEngine, forget_pages, slowed, until
 from tests.client.connector.scheduler.several_groups import (
     CHUNKS,
@@ -27,6 +29,7 @@ from tests.client.connector.scheduler.several_groups import (
     one_of_each_kind,
     parts_of,
     steps_at_chunks,
+    stored_chunks,
 )
 from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import BLOCK, CHUNK, MODELS
@@ -40,8 +43,8 @@ def test_a_prompt_is_stored_part_by_part_and_loaded(make_engine: MakeEngine, nam
     engine = engine_of(make_engine, name)
     assert engine.serve("a", PROMPT) == COLD
     for index, part in enumerate(engine.kv.spec.parts):
-        needed = sum(part.is_needed(chunk, CHUNK) for chunk in range(CHUNKS))
-        assert committed(engine)[index] == (1 if part.rule == PART_RULE_END else needed)
+        stored = len(stored_chunks(engine.kv.spec, index))
+        assert committed(engine)[index] == (1 if part.rule == PART_RULE_END else stored)
     forget_pages(engine)
     commits = len(engine.node.commits)
     assert engine.serve("b", PROMPT) == HIT
@@ -78,15 +81,52 @@ def test_prompts_that_end_around_edges_are_loaded_to_their_last_chunk(make_engin
 
 @every_model
 def test_a_prompt_that_shares_a_beginning_loads_it(make_engine: MakeEngine, name: str) -> None:
-    """A hit that ends where the stored prompt does not: inside of its windows, local chunks and between its states."""
+    """A hit that ends where the stored prompt does not: inside of its windows, local chunks and between its states.
+
+    Windows are not stored there before a second prompt shows that prompts part there: the third finds them.
+    """
     engine = engine_of(make_engine, name, **steps_at_chunks(name))
     filled(engine)
     for shared in (CHUNK - 1, CHUNK, 2 * CHUNK + 1, 3 * CHUNK, 4 * CHUNK + BLOCK, 5 * CHUNK, len(PROMPT)):
-        prompt = [*PROMPT[:shared], *[400 + shared % 64] * 40]
+        for number in range(1 if engine.kv.spec.window_interval == 1 else 2):
+            prompt = [*PROMPT[:shared], *[400 + shared % 64 + number] * 40]
+            computed = engine.serve(f"{shared} {number}", prompt)
+            forget_pages(engine)
         hit = min(shared, hit_of(len(prompt))) // CHUNK * CHUNK
-        assert engine.serve(str(shared), prompt) == len(prompt) - hit + DECODED
-        forget_pages(engine)
+        assert computed == len(prompt) - hit + DECODED
     engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "window" in name])
+def test_where_a_prompt_parts_from_another_its_windows_are_stored_and_stay(make_engine: MakeEngine, name: str) -> None:
+    """Two prompts have a beginning that is in the pool: only windows make the second hit shorter."""
+    engine = filled(engine_of(make_engine, name))
+    spec, shared = engine.kv.spec, 3
+    engine.node.superseded.clear()
+    engine.serve("parts", [*PROMPT[: shared * CHUNK], *[400] * (len(PROMPT) - shared * CHUNK)])
+    chain = chain_of(engine)
+    for index, part in enumerate(spec.parts):
+        if part.rule == PART_RULE_LAST:
+            stored = stored_chunks(spec, index, {shared})
+            keys = {chunk: part_key(chain[chunk], index) for chunk in range(CHUNKS)}
+            assert {chunk for chunk, key in keys.items() if key in engine.node.chunks} == stored
+            lasting = {chain[chunk] for chunk in part.needed(shared * CHUNK, CHUNK)}
+            if spec.window_interval > 1:
+                assert lasting.isdisjoint(engine.node.superseded.get(key) for key in keys.values())
+
+
+def test_windows_take_no_more_credits_than_are_stored(make_engine: MakeEngine) -> None:
+    """Credits take memory of the pool."""
+    engine = engine_of(make_engine, "gemma3: windows in two groups", step_tokens=16 * CHUNK)
+    taken = Counter[int]()
+
+    def count() -> None:
+        taken.update(Counter(engine.node.credits_out.values()) - taken)
+
+    engine.during_step = count
+    engine.serve("a", (2 * PROMPT)[: 10 * CHUNK + 1])
+    windows = 2 * len(engine.kv.spec.parts[1].needed(10 * CHUNK, CHUNK))  # also of the end that an answer may name
+    assert taken[1] <= windows + 1 < taken[0]
 
 
 @one_of_each_kind
@@ -157,7 +197,7 @@ def test_prefill_in_many_steps_stores_what_hits_need(make_engine: MakeEngine, na
     engine = filled(engine_of(make_engine, name, step_tokens=step_tokens))
     for index, part in enumerate(engine.kv.spec.parts):
         if part.rule != PART_RULE_END:
-            assert committed(engine)[index] == sum(part.is_needed(chunk, CHUNK) for chunk in range(CHUNKS))
+            assert committed(engine)[index] == len(stored_chunks(engine.kv.spec, index))
     assert engine.serve("a", PROMPT) == HIT
     engine.check_nothing_is_left()
 
@@ -192,11 +232,16 @@ def test_a_part_supersedes_that_of_the_chunk_that_the_next_hit_no_longer_needs(
     chain = chain_of(engine)
     expected = {}
     for index, part in enumerate(engine.kv.spec.parts):
-        for chunk in range(CHUNKS):
-            if part.rule == PART_RULE_ALL or not part.is_needed(chunk, CHUNK):
-                continue
+        stored = stored_chunks(engine.kv.spec, index)
+        lasting = {
+            one
+            for end in range(engine.kv.spec.window_interval, CHUNKS + 1, engine.kv.spec.window_interval)
+            for one in part.needed(end * CHUNK, CHUNK)
+            if part.rule == PART_RULE_LAST and engine.kv.spec.window_interval > 1
+        }
+        for chunk in sorted(stored) if part.rule != PART_RULE_ALL else ():
             older = part.needed((chunk + 1) * CHUNK, CHUNK).start - 1
-            if older >= 0:
+            if older >= 0 and older not in lasting:
                 expected[part_key(chain[chunk], index)] = chain[older]
     assert engine.node.superseded == expected
 
