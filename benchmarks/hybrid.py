@@ -23,6 +23,7 @@ from benchmarks.support.rows import Row, compare
 from benchmarks.systems.chats import offloading_engine
 from lmkv.spec import DTYPE_BYTES
 from lmkv_client.demo.cluster import Cluster
+from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.engine import EngineProcess
 from tests.support.models import ARCHITECTURES, configuration, make_architecture
 
@@ -88,6 +89,7 @@ def measure_architecture(run: BenchmarkRun, name: str, model: Path) -> None:
     prompts = [new.make(PROMPT_TOKENS) for _ in range(run.args.rounds or (2 if run.quick else 5))]
     run.say(f"{name}: starting two engines, {architecture.dtype}; half a minute or more")
     settings = engines.PATIENCE | engines.pool_setting(POOL_BYTES) | {"LMKV_CHUNK_SIZE": str(architecture.chunk_size)}
+    settings["LMKV_REFUSE_SLOW_FETCHES"] = "false"  # tiny models compute fast
     options: dict[str, Any] = {"dtype": architecture.dtype, "context_tokens": engines.context_for(PROMPT_TOKENS)}
     with Cluster(run.folder, model, logs=run.logs, settings=settings) as cluster:
         for engine_name in (f"{name}-1", f"{name}-2"):
@@ -113,12 +115,18 @@ def share(
     for engine in (first, second):
         engine.complete(Prompts(seed=1).make(2 * engines.CHUNK_SIZE), OUTPUT_TOKENS)  # warms up
         engine.complete(SHORT_PROMPT, 1)
+    unchanged = first.metrics()
+    first.complete(SHORT_PROMPT, 1)  # stores its end again
     before = [first.metrics(), second.metrics()]
     seconds: dict[str, list[float]] = {"cold": [], "own": [], "peer": []}
+    completions: list[Completion] = []
     for prompt in prompts:
-        cold = first.complete(prompt, OUTPUT_TOKENS)
-        engines.check_miss(name, cold)
+        completions.append(first.complete(prompt, OUTPUT_TOKENS))
+        engines.check_miss(name, completions[-1])
         cluster.coordinator.wait_for_holder(prompt, first.name, token_count, STORE_SECONDS)
+    first.complete(SHORT_PROMPT, 1)
+    stored, of_short = _grown(first.metrics(), before[0]), _grown(before[0], unchanged)
+    for prompt, cold in zip(prompts, completions, strict=True):
         peer = second.complete(prompt, OUTPUT_TOKENS)
         first.reset_prefix_cache()
         own = first.complete(prompt, OUTPUT_TOKENS)
@@ -130,20 +138,22 @@ def share(
             seconds[what].append(completion.ttft_seconds)
     for engine in (first, second):
         engine.complete(SHORT_PROMPT, 1)
-    grown = [
-        {key: value - then.get(key, 0.0) for key, value in engine.metrics().items()}
-        for engine, then in zip((first, second), before, strict=True)
-    ]
+    grown = [_grown(engine.metrics(), then) for engine, then in zip((first, second), before, strict=True)]
     medians = {what: 1e3 * statistics.median(values) for what, values in seconds.items()}
     run.add(Row(name=f"{name}_cold_ttft_ms", value=medians["cold"], unit="ms"))
     for what in ("own", "peer"):
         run.add(compare(f"{name}_{what}_ttft_ms", medians[what], "ms", "miss", medians["cold"]))
     scale = 1000 / (len(prompts) * token_count)
     return PromptBytes(
-        stored=scale * grown[0]["lmkv:stored_bytes_total"],
+        stored=scale * (stored["lmkv:stored_bytes_total"] - of_short["lmkv:stored_bytes_total"]),
         loaded=scale * grown[0]["lmkv:loaded_bytes_total"],
         fetched=scale * grown[1]["lmkv:peer_bytes_total"],
     )
+
+
+def _grown(now: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
+    """Returns by how much the metrics have grown."""
+    return {key: value - then.get(key, 0.0) for key, value in now.items()}
 
 
 def full_attention_bytes(name: str) -> PromptBytes:
@@ -166,7 +176,7 @@ def offload(name: str, engine: EngineProcess, prompts: Sequence[Sequence[int]], 
         engine.reset_prefix_cache()
         engines.check_hit(f"{name}, offloading", engine.complete(prompt, OUTPUT_TOKENS), token_count)
     engine.complete(SHORT_PROMPT, 1)
-    grown = {key: value - before.get(key, 0.0) for key, value in engine.metrics().items()}
+    grown = _grown(engine.metrics(), before)
     scale = 1000 / (len(prompts) * token_count)
     return PromptBytes(
         stored=scale * grown["vllm:kv_offload_store_bytes_total"],

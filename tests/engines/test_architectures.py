@@ -198,6 +198,21 @@ def test_a_longer_prompt_loads_what_it_has_in_common_with_a_shorter_one(served: 
     served.check(again, longer, cached_tokens=served.hit_tokens(len(longer)), after=[shorter, longer])
 
 
+def test_prompts_that_part_inside_of_a_stored_one_hit_what_they_have_in_common_from_the_third_on(
+    served: Served,
+) -> None:
+    """Windows are stored where prompts end, and where the second one shows that they part."""
+    stored, common = served.prompt(), 2 * served.architecture.chunk_size
+    if not NodeParts(served.fleet, "first").spec.ends_anywhere:
+        pytest.skip("vLLM has states where steps end")
+    served.store(served.first, stored)
+    for number in range(2):
+        served.first.forget()
+        other = served.prompt(prefix=stored[: common + 10])
+        answer = ask(served.first, other)
+        served.check(answer, other, cached_tokens=common if number else answer.cached_tokens)
+
+
 def test_lengths_around_the_edges_of_windows_chunks_and_blocks(served: Served) -> None:
     block_size, chunk_size = 128, served.architecture.chunk_size
     spans = {part.span for part in NodeParts(served.fleet, "first").spec.parts if part.span}

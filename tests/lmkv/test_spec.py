@@ -14,12 +14,14 @@ from lmkv.errors import BadKvSpec
 from lmkv.keys import ChunkKey, part_key
 from lmkv.spec import (
     DTYPE_BYTES,
+    LEAST_INTERVAL,
     MAX_FIELD_BYTES,
     MAX_IDENTITY_BYTES,
     MAX_NAME_BYTES,
     NATIVE_TILES,
     PRIVATE_VERSION,
     TOKEN_MAJOR,
+    WINDOW_SHARE,
     KvPart,
     KvSpec,
     PartItem,
@@ -407,6 +409,31 @@ def test_an_extent_of_a_window_has_the_tokens_that_the_next_one_reads() -> None:
     assert (blocks.kept_tokens(96), blocks.kept_tokens(24)) == (32, 24)
     assert replace(part, block_size=16).kept_tokens(96) == 16
     assert blocks.kept_tokens(100) == 36, "an extent begins with a block"
+
+
+@pytest.mark.parametrize(
+    ("layers", "sliding_layers", "span", "interval"),
+    [
+        (10, 52, 32, 16),  # a window of one chunk
+        (10, 52, 4 * 32, 63),
+        (12, 12, 16, LEAST_INTERVAL),
+        (90, 10, 32, 1),
+    ],
+)
+def test_windows_that_are_stored_wherever_prompts_end_take_a_share_of_full_attention(
+    layers: int, sliding_layers: int, span: int, interval: int
+) -> None:
+    sliding = replace(FULL, rule=PART_RULE_LAST, span=span, layer_count=sliding_layers)
+    spec = replace(HYBRID, format=TOKEN_MAJOR, block_size=0, tile_isa="", layer_count=layers, more_parts=(sliding,))
+    assert spec.window_interval == interval
+    if interval > LEAST_INTERVAL:
+        windows = len(sliding.needed(span * spec.chunk_size, spec.chunk_size)) * spec.part_bytes(1)
+        assert windows / interval <= spec.part_bytes(0) / WINDOW_SHARE < windows / (interval - 1)
+
+
+def test_models_without_full_attention_or_with_states_store_all_windows() -> None:
+    assert HYBRID.window_interval == 1
+    assert replace(HYBRID, rule=PART_RULE_LAST, span=64, more_parts=HYBRID.more_parts[:1]).window_interval == 1
 
 
 def test_sizes_of_partial_chunks_states_and_latents() -> None:

@@ -15,7 +15,7 @@ import pytest
 from lmkv import rpc
 from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
-from lmkv.keys import ChunkKey, as_tokens, chunk_keys, join_keys, prefix_digests, root_key
+from lmkv.keys import ChunkKey, as_tokens, chunk_keys, join_keys, part_key, prefix_digests, root_key
 from lmkv.pool.pool import Pool
 from lmkv.prompt import Hit, Prompt, Tail
 from lmkv.rpc.messages import by_tokens
@@ -136,6 +136,29 @@ async def hit_tokens(
 
 def _word(key: ChunkKey, part: int) -> int:
     return int.from_bytes(key[:8], "little") ^ part
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+async def test_an_answer_says_where_a_hit_would_end_if_no_window_were_missing(
+    runtime_dir: Path, has_disk: bool
+) -> None:
+    """Engines store the window there."""
+    disk = {"local_disk": f"{runtime_dir}/disk", "max_local_disk_size": "64MB"} if has_disk else {}
+    async with a_node(runtime_dir, enable_p2p=False, **disk) as (node, engine):
+        tokens = FIRST[: 3 * SIZE]
+        keys = keys_of(tokens)
+        await store(engine, node.pool, tokens)
+        assert (await engine.lookup("whole", keys)).prefix_chunk_count == 0
+        await engine.say(release=[pb.ReleaseChunks(lookup_id="whole")])
+        await until(lambda: not any(chunk.holds for chunk in node.tier))
+        if node.disk:
+            stored = node.disk
+            await until(lambda: stored.chunk_count == 2 * len(keys))
+            await stored.drop([part_key(keys[1], 1)])
+        node.tier.drop([part_key(keys[1], 1)])
+        found = await engine.lookup("less", [*keys, *keys_of(LONGER)[3:]])
+        assert (found.hit_chunk_count, found.prefix_chunk_count) == (1, 3)
+        await engine.say(release=[pb.ReleaseChunks(lookup_id="less")])
 
 
 async def test_the_end_of_a_prompt_is_found_in_the_pool_and_on_disk_before_and_after_a_restart(

@@ -14,14 +14,15 @@ from lmkv.spec import KvSpec
 from lmkv.tiers import OWN
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST
+from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
 from lmkv_client.connector.adapters import Adapters
 from lmkv_client.connector.messages import ExtentChecksum, WorkerReport
 from lmkv_client.connector.scheduler.audits import Audits
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, PartExtent, has_null_page
 from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.pending_stores import EndedRequest, EndedRequests, PendingStore, PendingStores
-from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState, WindowChunks
+from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
+from lmkv_client.connector.scheduler.windows import Windows
 from lmkv_client.connector.vllm_api import SchedulerOutput, init_logger
 from lmkv_client.engine.session import Session
 from lmkv_client.engine.write_credits import WriteCredits
@@ -59,16 +60,7 @@ class Stores:
 
     Parts of full attention are stored when there is a credit, since a request keeps their pages. vLLM frees pages of
     windows and local chunks while the request runs: they are stored in the step that completes a chunk, or not at all.
-    States are stored where vLLM offers them.
-
-    Windows are stored before ends that hits are expected to have: the prompt's, those in its answer, those at which the
-    node or a hint says that prompts part, and multiples of `KvSpec.window_interval`.
-
-    chunk          0   1   2   3   4   5   6   7   8   9  10  11
-    full         │ ▒ │ ▒ │ ▒ │ ▒ │ ▒ │ ▒ │ ▒ │ ▒ │ ▒ │ ▒ │ ▒ │ ▒ │
-    window               │ ▒ │ ▒ │               │ ▒ │ ▒ │ ▒ │ ▒ │
-                                 └─ another prompt       │       └─ answer
-                                    had these, too       └─ end of the prompt
+    States are stored where vLLM offers them, windows where hits are expected to end (`Windows`).
 
     A partial chunk is stored in an extent of exactly its size: the end of a prompt if its credit is there in time, the
     last tokens of a request when it has finished.
@@ -101,9 +93,7 @@ class Stores:
         self._freed_parts = [
             index for index in range(len(spec.parts)) if index not in self._kept_parts and index not in self._states
         ]
-        self._windows = [
-            index for index, part in enumerate(spec.parts) if part.rule == PART_RULE_LAST and spec.window_interval > 1
-        ]
+        self._windows = Windows(spec)
         self._lacks_credits = False
         """Whether a chunk found no credit since credits were last requested."""
         self._pending = PendingStores(options.rank_count)
@@ -132,38 +122,10 @@ class Stores:
         lacking = sum(state.store.lacking_count for state in states) + self._ended.missing_count
         spare = 0 if self._pages_stay else len(states)
         counts = [0 if part in self._states else unstored + lacking for part in range(len(self._spec.parts))]
-        for part in self._windows:
-            windows = sum(self._wanted_windows(state, part) for state in states if state.store.may_store)
+        for part in self._windows.parts:
+            windows = sum(self._windows.wanted_count(state, part) for state in states)
             counts[part] = min(windows + lacking, counts[part])
         return [spare + count for count in counts]
-
-    def _wanted_windows(self, state: RequestState, part: int) -> int:
-        """Windows that are still to be stored of a prompt, and the one that the answer to its lookup may name."""
-        first = state.store.passed_count
-        wanted = len(self._windows_of(state, part).between(first, state.full_count))
-        return wanted if first or state.store.expected_ends else wanted + self._window_length(part)
-
-    def _window_length(self, part: int) -> int:
-        """The most chunks of a window that a hit that ends with a chunk reads."""
-        kind, size = self._spec.parts[part], self._spec.chunk_size
-        return len(kind.needed(kind.span * size, size))
-
-    def _windows_of(self, state: RequestState, part: int) -> WindowChunks:
-        """The chunks of a prompt whose windows are stored."""
-        found = state.store.windows.get(part)
-        if found is None:
-            size, full = self._spec.chunk_size, state.full_count
-            interval = self._spec.window_interval
-            lasting = self._chunks_before(part, {*range(interval, full + 1, interval), *state.store.expected_ends})
-            own = self._chunks_before(part, {full, (state.token_count - 1) // size})
-            found = WindowChunks(chunks=sorted(chunk for chunk in lasting | own if chunk < full), lasting=lasting)
-            state.store.windows[part] = found
-        return found
-
-    def _chunks_before(self, part: int, ends: Collection[int]) -> frozenset[int]:
-        """The chunks of a window that hits of so many chunks read."""
-        kind, size = self._spec.parts[part], self._spec.chunk_size
-        return frozenset(chunk for end in ends if end > 0 for chunk in kind.needed(end * size, size))
 
     def plan(self, output: SchedulerOutput, states: dict[str, RequestState]) -> list[ChunkCopy]:
         """The copies of chunks that this step completes, and of those that found no credit before."""
@@ -317,12 +279,10 @@ class Stores:
 
     def _stored_chunks(self, state: RequestState, part: int, stop: int) -> Iterable[int]:
         """The chunks that have not been passed, before `stop`, of which a part is stored whose pages vLLM frees."""
-        first, kind, size = state.store.passed_count, self._spec.parts[part], self._spec.chunk_size
-        if part not in self._windows:
-            return [index for index in range(first, stop) if kind.is_needed(index, size)]
-        decoded = range(max(first, state.full_count), stop)
-        audited = {index for number, index in state.store.held if number == part and first <= index < stop}
-        return sorted(audited.union(self._windows_of(state, part).between(first, stop), decoded))
+        if part in self._windows.parts:
+            return self._windows.stored(state, part, stop)
+        kind, size = self._spec.parts[part], self._spec.chunk_size
+        return [index for index in range(state.store.passed_count, stop) if kind.is_needed(index, size)]
 
     def _plan_states(self, output: SchedulerOutput, states: dict[str, RequestState], copies: list[ChunkCopy]) -> None:
         """The states that vLLM offers in this step, where chunks end. All layers of a part must be among them."""
@@ -379,7 +339,7 @@ class Stores:
             return False
         copies += own
         older = self._spec.parts[part].needed(index * size + token_count, size).start - 1
-        if part in self._windows and older in self._windows_of(state, part).lasting:
+        if self._windows.is_lasting(state, part, older):
             older = -1
         self._note(state, extent, source, superseded=older)
         return True

@@ -12,9 +12,9 @@ from lmkv.hints import MAX_ACTIONS, HintReason
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, split_keys
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
-from tests.client.connector.scheduler.serving import PROMPT
+from tests.client.connector.scheduler.serving import DECODED, PROMPT, forget_pages
 from tests.client.connector.simulated_engine import SimulatedEngine
-from tests.client.connector.simulated_models import CHUNK
+from tests.client.connector.simulated_models import CHUNK, MODELS
 
 MakeEngine = Callable[..., SimulatedEngine]
 
@@ -80,6 +80,20 @@ def test_a_hint_about_the_first_tokens_has_their_chunks_only(make_engine: MakeEn
     serve(engine, action("retain", token_count=2 * CHUNK + 5, priority=9))
     assert [len(split_keys(hint.chunk_keys)) for hint in engine.node.hints] == [2, 2]
     assert {hint.priority for hint in engine.node.hints} == {9}
+
+
+def test_a_hint_about_the_first_tokens_has_the_window_there_stored(make_engine: MakeEngine) -> None:
+    """Prompts that begin with these tokens hit all of them."""
+    engine = make_engine(model=MODELS["gemma3: windows in two groups"], block_count=200)
+    prompt = [*PROMPT, *PROMPT, *PROMPT]
+    shared = 3 * CHUNK
+    assert len(prompt) > 6 * CHUNK
+    engine.add("a", prompt, output=2, transfer=hinted(action("retain", token_count=shared)))
+    engine.run("a")
+    forget_pages(engine)
+    other = [*prompt[:shared], *[1] * CHUNK]
+    assert engine.serve("b", other) == len(other) - shared + DECODED
+    engine.check_nothing_is_left()
 
 
 def test_tokens_of_another_prompt_get_keys_under_the_salt_of_the_request(make_engine: MakeEngine) -> None:
