@@ -26,6 +26,7 @@ from lmkv.v1.chunk_pb2 import Position
 from lmkv_kernels import checksum
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
+from lmkv_server.node.tiers.base import Selection
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.lookup.test_tails import WINDOWS
 from tests.server.node.node_parts import node_config
@@ -154,7 +155,7 @@ async def test_an_answer_says_where_a_hit_would_end_if_no_window_were_missing(
         if node.disk:
             stored = node.disk
             await until(lambda: stored.chunk_count == 2 * len(keys))
-            await stored.drop([part_key(keys[1], 1)])
+            await stored.drop(Selection(keys=[part_key(keys[1], 1)]))
         node.tier.drop([part_key(keys[1], 1)])
         found = await engine.lookup("less", [*keys, *keys_of(LONGER)[3:]])
         assert (found.hit_chunk_count, found.prefix_chunk_count) == (1, 3)
