@@ -346,7 +346,7 @@ class CudaCopier:
         """
         rows, block_ids = check(self.pages, self._pool.size_bytes, copies)
         streams = self._gathers
-        with self.device.current() as driver:
+        with self.device.current():
             plan = self._begin(streams, rows, block_ids, after)
             for batch, arguments in plan.launches:
                 if batch.staging_offsets is None:
@@ -358,7 +358,7 @@ class CudaCopier:
                 self._launch("gather_sum" if summed else "gather", staged, batch, streams, rows)
                 half.filled.record(streams.kernels.handle)
                 half.filled.block_stream(streams.dma.handle)
-                self._move(driver, rows, batch, half, streams.dma, to_host=True)
+                self._move(rows, batch, half, streams.dma, to_host=True)
                 half.free.record(streams.dma.handle)
             read = streams.kernels.event()
             plan.buffer.download(len(rows), streams.kernels.handle)
@@ -374,7 +374,7 @@ class CudaCopier:
         rows, block_ids = check(self.pages, self._pool.size_bytes, copies)
         check_written_once(self.pages, rows, block_ids)
         streams = self._scatters
-        with self.device.current() as driver:
+        with self.device.current():
             plan = self._begin(streams, rows, block_ids, after)
             for batch, arguments in plan.launches:
                 if batch.staging_offsets is None:
@@ -382,7 +382,7 @@ class CudaCopier:
                     continue
                 half = streams.next_half()
                 half.free.block_stream(streams.dma.handle)
-                self._move(driver, rows, batch, half, streams.dma, to_host=False)
+                self._move(rows, batch, half, streams.dma, to_host=False)
                 half.filled.record(streams.dma.handle)
                 half.filled.block_stream(streams.kernels.handle)
                 self._launch("scatter", plan.with_staging(arguments, half), batch, streams, rows)
@@ -459,10 +459,9 @@ class CudaCopier:
             stream=streams.kernels.handle,
         )
 
-    def _move(
-        self, driver: Driver, rows: Rows, batch: Batch, half: _StagingHalf, stream: CudaStream, *, to_host: bool
-    ) -> None:
-        """Submits the DMA between one half of the staging buffer and the pool."""
+    def _move(self, rows: Rows, batch: Batch, half: _StagingHalf, stream: CudaStream, *, to_host: bool) -> None:
+        """Submits the DMA between one half of the staging buffer and the pool. The device must be current."""
+        driver = self.device.driver
         for dma_copy in make_dma_copies(self.pages, rows, batch):
             host, device = self._pool.host_address + dma_copy.pool_offset, half.memory.address + dma_copy.staging_offset
             if dma_copy.height == 1:
