@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from benchmarks.node.misses import IN_FLIGHT, Meter
+from benchmarks.node.misses import IN_FLIGHT, OUTPUT_TOKENS, Meter
 from benchmarks.support import machine
 from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.engines import Prompts
@@ -67,10 +67,15 @@ def measure(run: BenchmarkRun, cluster: Cluster) -> None:
 
 def _store(meter: Meter, prompts: Sequence[list[int]]) -> None:
     """Has an engine compute prompts, and waits until they are stored."""
-    engine, wanted = meter.engine, sum(len(prompt) for prompt in prompts)
     for prompt in prompts:
-        engine.complete(prompt, 1)
-    wait_until(lambda: engine.metrics()["lmkv:stored_tokens_total"] >= wanted - len(prompts), "the prompts are stored")
+        meter.engine.complete(prompt, OUTPUT_TOKENS)
+
+    def is_hit(prompt: list[int]) -> bool:
+        meter.engine.reset_prefix_cache()
+        return meter.engine.complete(prompt, 1).cached_tokens > len(prompt) // 2
+
+    for prompt in prompts:
+        wait_until(lambda prompt=prompt: is_hit(prompt), "the prompts are stored")  # type: ignore[misc]
 
 
 def _hits(meter: Meter, prompts: Sequence[list[int]], number: int) -> tuple[float, float, float]:
