@@ -491,8 +491,7 @@ def match(prompt: Prompt, held: Held, most_bytes: int | None = None) -> Hit:
 
 
 def prefix_count(prompt: Prompt, held: Held) -> int:
-    """Counts the prompt's first chunks that hits can have, as far as parts decide that of which hits need every
-    chunk."""
+    """Counts the prompt's first chunks that hits can have by the parts of which hits need every chunk."""
     count = len(prompt)
     for number, part in enumerate(prompt.spec.parts):
         if part.rule == ALL:

@@ -193,7 +193,8 @@ def test_every_extra_and_group_that_pages_and_scripts_install_exists(root: Path,
     text = "\n".join(file.read_text() for file in files if file.is_file())
     for folder in PACKAGES.values():
         text += "\n".join(file.read_text() for file in (root / folder).rglob("*.py"))
-    extras = {each for names in re.findall(r"(?:\blmkv|'\.|whl\))\[([a-z0-9,-]+)\]", text) for each in names.split(",")}
+    lists = re.findall(r"(?:\blmkv|'\.|whl\))\[([a-z][a-z0-9,-]+)\]", text)
+    extras = {each for names in lists for each in names.split(",")}
     groups = set(re.findall(r"--group[ =]([a-z-]+)", text))
     assert {"vllm", "cpu", "nixl"} <= extras
     assert extras <= pyproject["project"]["optional-dependencies"].keys()

@@ -117,7 +117,7 @@ class WindowChunks:
     chunks: Sequence[int]
     """Ascending."""
     lasting: frozenset[int]
-    """Those that are not superseded by what prompt and answer go on with."""
+    """Those that later chunks of the prompt and its answer do not supersede."""
 
     def between(self, start: int, stop: int) -> Sequence[int]:
         """Those from chunk `start` on and before `stop`."""
