@@ -96,6 +96,7 @@ ROLES: Mapping[str, frozenset[Role]] = {
     "lmkv.v1.EngineService/Load": _NODES,
     "lmkv.v1.EngineService/Lend": _NODES,
     "lmkv.v1.EngineService/Release": _NODES,
+    "lmkv.v1.EngineService/Audit": _NODES,
     # Of the endpoint picker; a gateway calls it for each request.
     "envoy.service.ext_proc.v3.ExternalProcessor/Process": _ALL,
     CLIENT_RPC: _CLIENTS,

@@ -760,6 +760,7 @@ BY_USE = {
     "len FreeList._sizes": "the same",
     "len FreeList._by_size": "the same",
     "len FreeList._large": "the same",
+    "len DaemonThreads._threads": "threads for blocking calls, bounded by their number",
     "len CircuitBreaker._were_wrong": "outcomes of the last audits, bounded by their number",
 }
 """What more use makes larger, and why that is no leak. Numbers that each use changes are counters: no entry."""

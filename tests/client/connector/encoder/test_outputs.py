@@ -148,7 +148,7 @@ def test_outputs_that_wait_to_be_stored_are_bounded(runtime_dir: Path) -> None:
     stores = EncoderStores(
         connector_config(runtime_dir, node_address=str(runtime_dir / "none"), node_start_timeout=1.0), SPEC
     )
-    engine: Any = SimpleNamespace(foreign_keys=lambda names, salt: names)
+    engine: Any = SimpleNamespace(foreign_keys=lambda names, salt: names, root=lambda salt: b"")
     made = torch.empty(
         MAX_WAITING_BYTES // HIDDEN // 4, HIDDEN, dtype=torch.bfloat16
     )  # half of them: no page is touched
