@@ -766,8 +766,9 @@ BY_USE = {
 """What more use makes larger, and why that is no leak. Numbers that each use changes are counters: no entry."""
 
 
-BRIEF = "task "
-"""Tasks come and go, with connections: fewer are no loss."""
+def is_brief(name: str) -> bool:
+    """Whether it counts tasks, which come and go with connections: fewer are no loss."""
+    return name.startswith("task ") or name.endswith("._tasks")
 
 
 async def settled(fleet: Any) -> Counter[str]:
@@ -792,7 +793,7 @@ async def check(fleet: Any, interrupter: Interrupter | Cutter, row: Row) -> None
     by_use = {*BY_USE, *fleet.by_use}
     for name in set().union(*counted[1:]):
         numbers = {one[name] for one in counted[1:]}
-        if name.startswith(BRIEF):
+        if is_brief(name):
             before[name] = max(numbers)
         elif len(numbers) > 1:
             is_counter = not name.startswith("len ") and not name.endswith("()")
@@ -805,8 +806,7 @@ async def check(fleet: Any, interrupter: Interrupter | Cutter, row: Row) -> None
         names = sorted(
             name
             for name in now | before
-            if name not in by_use
-            and (now[name] > before[name] or (now[name] < before[name] and not name.startswith(BRIEF)))
+            if name not in by_use and (now[name] > before[name] or (now[name] < before[name] and not is_brief(name)))
         )
         return ", ".join(f"{name}: {before[name]} -> {now[name]}" for name in names)
 
