@@ -128,14 +128,15 @@ async def read_body(request: Request, lease: Lease, max_bytes: int, setting: str
             await lease.acquire(COPIES * PART_BYTES)
         async for chunk in stream:
             chunks.append(chunk)
-            body.add(chunk)
-            if body.text_bytes > max_bytes:
+            if body.text_bytes + len(chunk) > max_bytes:
                 raise too_large
-            check_values(body)
+            for start in range(0, len(chunk), PART_BYTES):
+                if body.text_bytes + PART_BYTES > turns.LARGE_BYTES:
+                    await turns.of_loop().read(lease.caller)
+                body.add(chunk[start : start + PART_BYTES])
+                check_values(body)
             if not length and COPIES * (body.text_bytes + PART_BYTES) > lease.size_bytes:
                 lease.grow(lease.size_bytes)
-            if body.text_bytes >= turns.LARGE_BYTES:
-                await turns.of_loop().read(lease.caller)
         await lease.acquire(body.size_bytes)
         is_large = body.text_bytes > JOINED_APART_BYTES
         body.text = await asyncio.to_thread(b"".join, chunks) if is_large else b"".join(chunks)
