@@ -135,12 +135,15 @@ def test_a_command_audits_a_prompt_and_finds_what_is_wrong(
 
     assert cluster.coordinator
     where = ["--coordinator", cluster.coordinator.address]
-    assert main(["clear", "--tokens-file", str(file), "--model", engine.model_name, *where]) == 0
-    capsys.readouterr()
+    clear = ["clear", "--tokens-file", str(file), "--model", engine.model_name, *where]
     (spec,) = cluster.coordinator.instances()["with-lmkv"].specs
     config = {"node_address": str(cluster.runtime_dir / "with-lmkv" / "engine.sock"), "save_partial_chunks": "false"}
     with Engine.attach(KvSpec.from_proto(spec), config=config) as other:
-        keys, extents = other.keys(prompt), other.reserve(3, timeout=10)
+        keys = other.keys(prompt)
+        # The coordinator learns of chunks later than engines, and clears those that it knows.
+        wait_until(lambda: main(clear) == 0 and other.missing(keys, timeout=10) == keys, "the prompt is cleared")
+        capsys.readouterr()
+        extents = other.reserve(3, timeout=10)
         for number, extent in enumerate(extents):
             values = np.frombuffer(extent.view, np.uint8)
             values[:] = np.random.default_rng(number).integers(0, 60, values.size)

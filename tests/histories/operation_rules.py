@@ -125,11 +125,17 @@ def operations_end_once(history: History) -> Iterator[Violation]:
 
 
 def coordinators_state_one_end(history: History) -> Iterator[Violation]:
-    """An operation belongs to one coordinator: no other one states another end."""
+    """An operation belongs to one coordinator: no other one states another end.
+
+    Unless it is lost: its coordinator was killed, which may be before others could read the end.
+    """
     stated: dict[str, Record] = {}
     for record in history.of("GetOperation"):
         if record.answer["done"]:
             first = stated.setdefault(record.request["operation"], record)
+            is_lost = record.answer["result"].get("error") == "OPERATION_NOT_FOUND"
+            if is_lost and not history.is_one_life(first.server, first.start, record.end):
+                continue
             if first.answer["result"] != record.answer["result"]:
                 what = f"{record.request['operation']} ended with {first.answer['result']} too"
                 yield Violation(rule="coordinators_state_one_end", what=what, records=(first, record))

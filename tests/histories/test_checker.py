@@ -226,6 +226,11 @@ LEGAL: dict[str, list[list[Record]]] = {
     "coordinators_state_one_end": [
         [state(0, done=True, chunks=1), replace(state(2, done=True, chunks=1), server="other")],
         [state(0, done=True, chunks=1), replace(state(2, done=False), server="other")],
+        [
+            state(0, done=True, chunks=1),
+            fault(2, 3, target="coordinator"),
+            replace(state(4, done=True, error="OPERATION_NOT_FOUND"), server="other"),
+        ],
     ],
     "operations_end": [
         [state(0, done=False), state(2, done=True)],
@@ -316,6 +321,7 @@ ILLEGAL: dict[str, list[list[Record]]] = {
     ],
     "coordinators_state_one_end": [
         [state(0, done=True, error="INSTANCE_NOT_FOUND"), replace(state(2, done=True, chunks=1), server="other")],
+        [state(0, done=True, chunks=1), replace(state(2, done=True, error="OPERATION_NOT_FOUND"), server="other")],
     ],
     "operations_end": [[state(0, done=False)]],
     "repeats_return_the_first": [[clear(0, request_id="i"), clear(2, "clear-2", request_id="i")]],
