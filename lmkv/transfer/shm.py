@@ -12,7 +12,6 @@ import mmap
 import os
 import secrets
 import socket
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +51,7 @@ class ShmChannel(ThreadedChannel["_MappedPeer"]):
         if end.socket_path is None:
             raise ConfigError("transfer_channel: 'shm' needs a unix socket to pass the pool", key="transfer_channel")
         super().__init__(end, COPY_THREADS)
-        self._mapper = ThreadPoolExecutor(1, "lmkv-shm-map", initializer=_yield_to_others)
+        self._mapper = ThreadPoolExecutor(1, "lmkv-shm-map")
         self._copy = end.summed_copy or _plain_copy
         self._sums = end.summed_copy is not None
         self._token = secrets.token_hex(TOKEN_BYTES)
@@ -232,11 +231,6 @@ def _map(metadata: bytes, region: Region, fields: dict[str, str]) -> _MappedPeer
         received.connection.close()
         os.close(received.fd)
         raise
-
-
-def _yield_to_others() -> None:
-    """Gives this thread the lowest priority."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 @dataclass(frozen=True, slots=True)
