@@ -1,4 +1,4 @@
-"""The cost of audits: hits of engines that audit some, or each, against those of an engine that audits none."""
+"""Measures what audits cost: the same hits at engines that audit none of them, one in a thousand, and each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Samples:
     ttft_seconds: list[float] = field(default_factory=list)
     burst_seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
-    """Of the engine's processes and its node's, of each burst."""
+    """Processor time of the engine and its node for each burst."""
 
 
 def measure(run: BenchmarkRun, cluster: Cluster) -> None:

@@ -33,7 +33,7 @@ class Burst:
 
     seconds: float
     cpu_seconds: float
-    """Of the engine's processes and its node's."""
+    """Processor time of the engine and its node."""
 
 
 class Meter:

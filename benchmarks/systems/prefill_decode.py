@@ -46,7 +46,7 @@ TO_BE_DECODED: Mapping[str, object] = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What vLLM's toy proxy sends to a prefill engine with `NixlConnector`."""
+"""vLLM's toy proxy sends these parameters to a prefill engine with `NixlConnector`."""
 
 Ask = Callable[[Sequence[int], int], Completion]
 """Completes a prompt with this number of tokens; several threads may call it."""

@@ -35,7 +35,7 @@ class Chunks(TypedDict, total=False):
 
 
 class ClearScope(Chunks, total=False):
-    """Names the chunks that `Coordinator.clear` drops: besides those of a prompt, all of a tier, model or instance."""
+    """The chunks that `Coordinator.clear` drops, if not those of a prompt: all of an instance, tier or model."""
 
     instance_id: str
     """The instance that drops them; by default all."""
@@ -44,9 +44,9 @@ class ClearScope(Chunks, total=False):
     everything: bool
     """Whether all chunks are dropped, without any other name for them."""
     weight_version: str
-    """Of a model, only chunks of this version of its weights."""
+    """Drops only the chunks that this version of the model's weights has computed."""
     kept_weight_version: str
-    """Of a model, only chunks of all other versions of its weights."""
+    """Drops the chunks of all versions of the model's weights but this one."""
 
 
 def make_request(kind: Callable[..., Request], tokens: Sequence[int], chunks: Chunks, **fields: Any) -> Request:

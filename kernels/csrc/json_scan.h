@@ -12,7 +12,7 @@ struct JsonField {
   std::uint64_t name_begin, name_end, begin, end;
   std::uint64_t opened = 0;    // objects and lists
   std::uint64_t texts = 0;
-  std::uint64_t commas = 0;    // of the value's own list or object, not of those inside
+  std::uint64_t commas = 0;    // between the elements of the value itself, not inside them
   bool has_words = false;      // something besides objects, lists, texts and whole numbers from 0 on
 };
 

@@ -9,7 +9,7 @@ from lmkv_kernels import _host
 from lmkv_kernels.host import Buffer, _bytes_of
 
 NUMBERS = ("bfloat16", "float16", "float32", "bytes")
-"""Element types by their indices in the native code; the values of `bytes` are those of a table."""
+"""Element types, in the order in which the native code numbers them. A table maps each of `bytes` to its value."""
 NUMBER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "bytes": 1}
 NO_TABLE = np.zeros(256, np.float32)
 

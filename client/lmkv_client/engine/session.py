@@ -306,7 +306,7 @@ class Session(Generic[L]):
     def report_audit(
         self, outcome: pb.AuditOutcome.ValueType, chunk: pb.AuditedChunk, wrong_keys: Sequence[ChunkKey] = ()
     ) -> None:
-        """Reports a compared chunk; `wrong_keys` are those of a wrong one and of chunks behind it."""
+        """Reports a compared chunk; `wrong_keys` name it, if it is wrong, and the chunks behind it."""
         self.send(
             pb.Act(
                 audited=pb.AuditedChunks(chunk_count=1, wrong_keys=join_keys(wrong_keys), outcome=outcome, chunk=chunk)

@@ -117,10 +117,10 @@ class WindowChunks:
     chunks: Sequence[int]
     """Ascending."""
     lasting: frozenset[int]
-    """Those that later chunks of the prompt and its answer do not supersede."""
+    """Chunks whose windows stay when later chunks of the prompt or its answer are stored: other prompts need them."""
 
     def between(self, start: int, stop: int) -> Sequence[int]:
-        """Those from chunk `start` on and before `stop`."""
+        """The stored chunks from `start` up to, but not including, `stop`."""
         return self.chunks[bisect_left(self.chunks, start) : bisect_left(self.chunks, stop)]
 
 

@@ -64,6 +64,6 @@ class Windows:
         return found
 
     def _before(self, part: int, ends: Collection[int]) -> frozenset[int]:
-        """The chunks of a window that hits with these numbers of chunks read."""
+        """The chunks whose windows a hit reads that ends after one of these numbers of chunks."""
         kind, size = self._spec.parts[part], self._spec.chunk_size
         return frozenset(chunk for end in ends if end > 0 for chunk in kind.needed(end * size, size))

@@ -331,10 +331,12 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
             (instance for instance in self._registry.instances if instance.info.instance_id > last),
             key=lambda instance: instance.info.instance_id,
         )
-        response = pb.ListInstancesResponse()
+        response, size_bytes = pb.ListInstancesResponse(), 0
         for instance in rest[:limit]:
-            response.instances.append(self._to_proto(instance, now))
-            if response.ByteSize() > MAX_PAGE_BYTES:
+            listed = self._to_proto(instance, now)
+            response.instances.append(listed)
+            size_bytes += listed.ByteSize()
+            if size_bytes > MAX_PAGE_BYTES:
                 break
         if len(response.instances) < len(rest):
             response.next_page_token = page_token("ListInstances", response.instances[-1].instance_id)
