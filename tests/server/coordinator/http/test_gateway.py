@@ -73,6 +73,7 @@ async def test_fields_go_by_both_names_and_bytes_are_base64(http: httpx.AsyncCli
         ({"tokens": [1]}, "tokens"),
         (asking([1], model_name=7), "model_name"),
         ({"prompt": {"keys": {"chunk_keys": ["A"]}}}, "chunk_keys"),
+        ({"prompt": {"keys": {"chunk_keys": [*["A" * 22] * 5000, "A"]}}}, "Invalid base64"),  # as a large body is read
         ({"prompt": {"keys": {"chunk_keys": "AAAA"}}}, "chunk_keys"),
     ],
 )
