@@ -137,7 +137,7 @@ def test_prompts_under_different_adapters_are_different_prompts(
 def test_prompts_with_salts_and_adapters_are_audited(
     owner: LlmProcess, adapters: list[Path], prompt: list[int]
 ) -> None:
-    lora = ("audited", "31", str(adapters[0]))
+    lora = ("audited", "51", str(adapters[0]))
     options: list[dict[str, Any]] = [{"salt": "tenant"}, {"lora": lora}, {"lora": lora, "salt": "tenant"}]
     for number, option in enumerate(options):
         owner.ask(prompt, **option)

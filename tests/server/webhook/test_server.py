@@ -165,7 +165,7 @@ async def test_a_request_that_is_no_review_is_an_error(
 ) -> None:
     answer = await client.post("/mutate", content=body)
     assert answer.status_code == status
-    assert message in answer.json()["error"]
+    assert message.lower() in answer.json()["error"].lower(), "versions of msgspec differ in case"
     assert (await client.get("/healthz")).status_code == 200
 
 
