@@ -513,6 +513,7 @@ class Proxies:
             prefiller_port=(self.prefiller.port,),
             decoder_port=(self.decoder.port,),
             health_interval=3600.0,
+            health_timeout=WAIT_SECONDS,
             stats_interval=3600.0,
             stop_timeout=0.0,
         )
@@ -572,6 +573,7 @@ class Pickers:
             port=0,
             metrics_port=0,
             health_interval=3600.0,
+            health_timeout=WAIT_SECONDS,
             stop_timeout=0.0,
             policy="least_loaded",
             engines=(engine.url,),

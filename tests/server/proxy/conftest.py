@@ -14,11 +14,13 @@ from lmkv.config import ProxyConfig
 from lmkv_server.proxy.proxy import Proxy
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.scripted_engine import ScriptedEngine
+from tests.waiting import WAIT_SECONDS
 
 MakeEngine = Callable[..., Awaitable[ScriptedEngine]]
 MakeProxy = Callable[..., Awaitable["Front"]]
 
-QUICK = {"health_interval": 0.05, "stats_interval": 3600.0, "stop_timeout": 0.0}
+QUICK = {"health_interval": 0.05, "health_timeout": WAIT_SECONDS, "stats_interval": 3600.0, "stop_timeout": 0.0}
+"""A check of a busy engine is late and does not fail: some tests set an interval after which there is no other one."""
 
 
 class Front:
