@@ -1,7 +1,8 @@
 """Measures how a flood of large requests slows down other callers of each server: `python -m benchmarks.floods`.
 
 A caller sends large requests from a process of its own, as fast as they are answered; another caller sends small ones,
-one after the other. The ratio is the latter's p99 over its p99 without the flood. A server may use the memory that the
+one after the other. The former has the lowest priority, so that it takes no processor time of the others, as if it ran
+on another host. The ratio is the latter's p99 over its p99 without the flood. A server may use the memory that the
 chart gives it.
 """
 
@@ -46,6 +47,7 @@ from lmkv.v1.peer_service_pb2_grpc import PeerServiceStub
 QUIET_SECONDS, FLOOD_SECONDS, REST_SECONDS = 5.0, 20.0, 3.0
 QUICK_QUIET_SECONDS, QUICK_FLOOD_SECONDS = 2.0, 8.0
 PAUSE_SECONDS = 0.005
+LEAST_PRIORITY = 19
 """Between two requests of the caller that is measured."""
 WARM_UP_CALLS = 20
 START_SECONDS = ANSWER_SECONDS = 60.0
@@ -286,6 +288,8 @@ async def _measure(run: BenchmarkRun, case: Case) -> None:
                 target=_flood, args=(case.name, run.folder, hog, seconds[1]), daemon=True
             )
             flood.start()
+            assert flood.pid is not None
+            os.setpriority(os.PRIO_PROCESS, flood.pid, LEAST_PRIORITY)
             beside = await _latencies(ask, seconds[1], until=flood)
             flood.join()
             if process.poll() is not None:

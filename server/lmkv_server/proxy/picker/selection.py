@@ -27,6 +27,7 @@ from lmkv_server.http.json_text import JsonText, NotJson
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from lmkv_server.proxy.picker.exchange import MAX_PART_BYTES
 from lmkv_server.proxy.routing.health import NoHealthyEngine
 from lmkv_server.proxy.routing.key_lookup import NO_MATCH, KeyLookup, PrefixMatch, PromptKeys
 from lmkv_server.proxy.routing.lookup import cut_tokens, tokenize
@@ -295,6 +296,11 @@ class ArrivingBody:
         self.size_bytes = 0
         """Memory of the token ids."""
         self._decoded = JsonText()
+
+    async def wait_for_part(self) -> None:
+        """Waits until a part of this body may be read: of large bodies, one in an iteration of the event loop."""
+        if self._decoded.text_bytes + MAX_PART_BYTES > turns.LARGE_BYTES:
+            await turns.of_loop().read(self._caller)
 
     def add(self, part: bytes, *, is_last: bool) -> None:
         """Takes a part."""

@@ -81,6 +81,7 @@ class ExternalProcessorService(ExternalProcessorServicer):
                         self._metrics.requests.labels("rejected").inc()
                         yield exchange.refuse(TooManyRequests, refusal)
                         return
+                    await body.wait_for_part()
                     for response in exchange.receive(message):
                         yield response
                     held_bytes = self._count_held(exchange, body, held_bytes)

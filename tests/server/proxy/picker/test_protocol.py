@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lmkv.runtime.memory_budget import MAX_JSON_OBJECTS, MemoryBudget
+from lmkv.runtime.turns import Turns
 from lmkv_server.proxy.picker import service as picker_service
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import MakeEngine
@@ -43,6 +44,24 @@ async def test_a_streamed_body_is_held_until_the_choice_and_returned_unchanged(
         assert endpoint_of(await exchange.pick(body, parts, mode=mode)) == host_port(engine)
         assert await exchange.body() == body
     assert front.metric("lmkv_picker_requests_total", outcome="picked") == 1
+
+
+async def test_the_parts_of_a_large_body_are_read_in_turn_with_those_of_others(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns_of = list[str]()
+    read = Turns.read
+
+    async def counted(turns: Turns, caller: str) -> None:
+        turns_of.append(caller)
+        await read(turns, caller)
+
+    monkeypatch.setattr(Turns, "read", counted)
+    for body, large_parts in ((BODY, 0), (LARGE, 5)):
+        turns_of.clear()
+        async with front.gateway.exchange() as exchange:
+            await exchange.pick(body, 5)
+        assert len(turns_of) == large_parts, "all messages with the body but the first have a turn"
 
 
 async def test_a_destination_that_the_client_names_is_replaced(front: Front, engine: ScriptedEngine) -> None:
