@@ -64,7 +64,7 @@ class World:
         self.handed.extend(index for index, _ in chunks)
 
     def check(self) -> None:
-        """Nothing is brought by two, and what is taken is on its way."""
+        """Each chunk is assigned to one active holder, which may have it, and is on its way."""
         taken = [index for holder in self.plan.holders for index in holder.assigned]
         assert len(taken) == len(set(taken)) == len(self.inflight)
         assert len(self.plan.active) <= MAX_ACTIVE
@@ -72,6 +72,7 @@ class World:
             assert {*holder.pending} <= holder.assigned <= self.progress.missing
             assert [*holder.pending] == sorted(holder.pending)
             assert not holder.assigned or holder in self.plan.active
+            assert all(map(holder.may_hold, holder.assigned))
 
     def land(self, holder: HolderState, index: int) -> None:
         """A chunk has come and is what it should be."""
