@@ -110,7 +110,6 @@ class AttachConnection:
             if self.error is not None:
                 return
             self.error = error
-            self._drop_unsent()
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for messages
             os.eventfd_write(self._wakeup, 1)
@@ -218,17 +217,13 @@ class AttachConnection:
             except BlockingIOError:
                 break
             except OSError:
-                self._drop_unsent()  # who receives learns why
+                return  # the thread that receives learns why
             except MessageTooLarge as error:
                 self.end(Unreachable(str(error)))
+                return
         self._is_blocked = True
         if not was_blocked:
             os.eventfd_write(self._wakeup, 1)
-
-    def _drop_unsent(self) -> None:
-        self._outbox.clear()
-        self._control.clear()
-        self._rest = memoryview(b"")
 
     def _next_frame(self) -> bytes:
         if self._control:
