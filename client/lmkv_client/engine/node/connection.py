@@ -162,11 +162,12 @@ class AttachConnection:
         raise self.error
 
     def close(self) -> None:
-        """Closes the socket."""
+        """Closes the socket. Idempotent."""
         self.end(Unreachable("the connection is closed"))  # ends a wait of the scheduler
         with self.lock, self._send_lock:
-            self._socket.close()
-            os.close(self._wakeup)
+            if self._socket.fileno() >= 0:
+                self._socket.close()
+                os.close(self._wakeup)
 
     # ---- with the lock
 
