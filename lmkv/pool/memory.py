@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmkv.errors import ConfigError
-from lmkv.runtime.cgroups import CGROUP_ROOT, PROC, memory_cgroups
+from lmkv.runtime.memory_budget import CGROUP_ROOT, PROC, memory_cgroups
 
 
 def available_bytes(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> int:

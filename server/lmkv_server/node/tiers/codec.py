@@ -24,7 +24,7 @@ from lmkv_kernels import codecs
 from lmkv_kernels.codecs import CodecFormat
 from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.tiers.encryption_header import ChunkDescription
-from lmkv_server.node.tiers.thread_buffer import ThreadBuffer
+from lmkv_server.node.tiers.threads import ThreadBuffer
 
 GROUP_TOKENS = 16
 """Tokens of a head's keys, or values, that share a scale."""

@@ -36,7 +36,7 @@ from lmkv_server.node.tiers.disk.folder import (
 )
 from lmkv_server.node.tiers.disk.volume import DISK_TIMES, WRITE_THREADS, DiskVolume
 from lmkv_server.node.tiers.encryption_header import HEADER_BYTES, STEP_BYTES
-from lmkv_server.node.tiers.thread_buffer import ThreadBuffer
+from lmkv_server.node.tiers.threads import ThreadBuffer
 
 if TYPE_CHECKING:  # it needs `cryptography`, which is optional
     from lmkv_server.node.tiers.encryption import ChunkEncryption

@@ -40,7 +40,7 @@ from lmkv_server.node.tiers.remote.store import (
     StoreRefused,
     object_name,
 )
-from lmkv_server.node.tiers.thread_buffer import ThreadBuffer
+from lmkv_server.node.tiers.threads import ThreadBuffer
 
 if TYPE_CHECKING:  # it needs `cryptography`, which is optional
     from lmkv_server.node.tiers.encryption import ChunkEncryption

@@ -23,8 +23,7 @@ from lmkv_server.node.cache.allocator import ALIGNMENT, align
 from lmkv_server.node.tiers.remote.store import StoreRefused, first_bytes
 from lmkv_server.node.tiers.remote.sweeper import BUCKETS, OBJECT, UNFINISHED, USED_SECONDS, FolderLimits, Sweeper
 from lmkv_server.node.tiers.remote.tree import REFUSED, FolderTree
-from lmkv_server.node.tiers.thread_buffer import ThreadBuffer
-from lmkv_server.node.tiers.threads import DaemonThreads
+from lmkv_server.node.tiers.threads import DaemonThreads, ThreadBuffer
 
 ASKERS = 8
 ASKED_AT_ONCE = 32
