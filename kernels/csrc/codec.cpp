@@ -9,8 +9,9 @@
 namespace lmkv {
 namespace {
 
-// Each function below is compiled once for each instruction set, of which the compiler vectorizes the loops. They use
-// integers where floating-point comparisons would keep it from that.
+// Each function below is compiled once for each instruction set, of which the compiler vectorizes the loops: on aarch64
+// the portable ones by NEON, which `tests/kernels/test_codecs_aarch64.py` sees to. They use integers where
+// floating-point comparisons would keep it from that.
 #define LMKV_INLINE __attribute__((always_inline)) inline
 
 // Magnitudes from here on cannot be scaled without an overflow; infinities and NaNs are among them.
@@ -75,11 +76,15 @@ LMKV_INLINE std::uint32_t rounded(float value) { return std::bit_cast<std::uint3
 LMKV_INLINE std::uint8_t to_fp8(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t magnitude = bits & 0x7FFFFFFFU;
-  const std::uint32_t normal = ((magnitude + 0x7FFFFU + ((magnitude >> 20) & 1U)) >> 20) - (120U << 3);
-  // Below 2^-6 codes are multiples of 2^-9: the last bit of 2^14.
-  const std::uint32_t subnormal = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14F);
-  const std::uint32_t code = magnitude < 0x3C800000U ? subnormal & 0xFU : normal;
-  return static_cast<std::uint8_t>(code | (bits >> 24 & 0x80U));
+  const std::uint32_t rounded_bits = magnitude + 0x7FFFFU + ((magnitude >> 20) & 1U);
+  const std::int32_t normal = static_cast<std::int32_t>(rounded_bits >> 20) - (120 << 3);
+  // Below 2^-6 codes are multiples of 2^-9: the last bit of 2^14. They are the greater ones there, and at most 8, the
+  // least code of the others: no choice is needed, which GCC would make a branch for aarch64.
+  const std::int32_t multiple =
+      std::bit_cast<std::int32_t>(std::bit_cast<float>(magnitude) + 0x1p14F) - std::bit_cast<std::int32_t>(0x1p14F);
+  const std::int32_t subnormal = multiple < 8 ? multiple : 8;
+  const std::int32_t code = subnormal > normal ? subnormal : normal;
+  return static_cast<std::uint8_t>(static_cast<std::uint32_t>(code) | (bits >> 24 & 0x80U));
 }
 
 LMKV_INLINE float from_fp8(std::uint8_t code) {
