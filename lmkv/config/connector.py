@@ -123,7 +123,7 @@ class ConnectorConfig(NodeConfig):
     accept_lossy: bool = key(
         FLAG,
         False,
-        "Whether this engine may load chunks that `local_disk_codec` or `remote_codec` has rounded; it then shares "
+        "Whether this engine may load chunks that a codec of disk, store or peers has rounded; it then shares "
         "chunks only with engines that set it too.",
     )
     copy_threads: int = key(

@@ -1,5 +1,7 @@
 """Measured bandwidth and latency of a source, as decaying averages that expire. Pure: time is passed in.
 
+Bytes are those that move: codecs make them fewer than those of the chunks (`MovedShares`).
+
 Unknown values are None, never estimates. Because measurements expire, a peer that was slow is tried again.
 """
 
@@ -21,6 +23,8 @@ LATE_RATE = float(64 << 20)
 """Assumed bytes per second of a peer that has answered, but whose bandwidth was never measured."""
 LEAST_BYTES = 1 << 20
 """Smaller reads measure latency rather than bandwidth, and are ignored."""
+MAX_SHARES = 64
+"""Specs whose shares are known; beyond these the one that was not read for longest is forgotten."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,11 +111,32 @@ class Bandwidth:
         return None if rate is None else self.latency_seconds(now) + size_bytes / rate
 
 
-def shortest_seconds(sources: Iterable[tuple[Bandwidth, float]], size_bytes: int, now: float) -> float | None:
+class MovedShares:
+    """The bytes that reads from one source move for each byte of the chunks, by the fingerprint of their spec."""
+
+    def __init__(self) -> None:
+        self._sums: dict[bytes, tuple[float, float]] = {}
+
+    def record(self, fingerprint: bytes, moved_bytes: int, size_bytes: int) -> None:
+        """Records a read of chunks of `size_bytes`."""
+        if not size_bytes:
+            return
+        moved, whole = self._sums.pop(fingerprint, (0.0, 0.0))
+        self._sums[fingerprint] = DECAY * moved + moved_bytes, DECAY * whole + size_bytes
+        if len(self._sums) > MAX_SHARES:
+            del self._sums[next(iter(self._sums))]
+
+    def get(self, fingerprint: bytes) -> float | None:
+        """The share; None if no chunk of this spec was read."""
+        moved, whole = self._sums.get(fingerprint, (0.0, 0.0))
+        return moved / whole if whole else None
+
+
+def shortest_seconds(sources: Iterable[tuple[Bandwidth, float]], now: float) -> float | None:
     """Expected duration of a read from the source that is done first; None if one is unknown, because that may be it.
 
-    Each source has a number of bytes that it is to bring before.
+    Each source has a number of bytes to bring, and before.
     """
-    seconds = [bandwidth.seconds(size_bytes + queued_bytes, now) for bandwidth, queued_bytes in sources]
+    seconds = [bandwidth.seconds(size_bytes, now) for bandwidth, size_bytes in sources]
     known = [each for each in seconds if each is not None]
     return min(known) if known and len(known) == len(seconds) else None

@@ -294,8 +294,13 @@ class AllocateResponse(_message.Message):
     GRANT_ID_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
     """The grant, which names the handoff in `Commit` and `Release`; an unguessable secret."""
+    codec: _builtins.str
+    """The codec, with its parameters, in which the node accepts chunks, as in `AcquireRequest`. A caller that has it encodes
+    those that gain by it.
+    """
     @_builtins.property
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indices of the keys whose chunks the node lacks; only these are to be committed."""
@@ -310,10 +315,11 @@ class AllocateResponse(_message.Message):
         grant_id: _builtins.str = ...,
         missing: _abc.Iterable[_builtins.int] | None = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        codec: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant_id", b"grant_id", "missing", b"missing", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "grant_id", b"grant_id", "missing", b"missing", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

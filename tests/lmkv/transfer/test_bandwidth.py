@@ -13,7 +13,9 @@ from lmkv.transfer.bandwidth import (
     LATE_LEAST_SECONDS,
     LATE_RATE,
     LEAST_BYTES,
+    MAX_SHARES,
     Bandwidth,
+    MovedShares,
     shortest_seconds,
 )
 
@@ -81,9 +83,23 @@ def test_the_average_stays_between_what_was_measured_and_follows_what_comes(rate
 
 def test_the_fastest_counts_only_if_all_bandwidths_are_known() -> None:
     slow, fast = known(1e6), known(1e9)
-    assert shortest_seconds([(slow, 0), (fast, 0)], 1_000_000, 0) == pytest.approx(0.001)
-    assert shortest_seconds([(slow, 0), (Bandwidth(), 0), (fast, 0)], 1_000_000, 0) is None
-    assert shortest_seconds([], 1_000_000, 0) is None
+    assert shortest_seconds([(slow, MB), (fast, MB)], 0) == pytest.approx(0.001)
+    assert shortest_seconds([(slow, MB), (Bandwidth(), MB), (fast, MB)], 0) is None
+    assert shortest_seconds([], 0) is None
+
+
+def test_the_share_that_moves_is_known_by_spec_and_follows_what_comes() -> None:
+    shares = MovedShares()
+    shares.record(b"none", 0, 0)
+    assert shares.get(b"none") is None
+    shares.record(b"a", 50, 100)
+    shares.record(b"b", 100, 100)
+    assert (shares.get(b"a"), shares.get(b"b")) == (0.5, 1.0)
+    shares.record(b"a", 100, 100)
+    assert shares.get(b"a") == pytest.approx((DECAY * 50 + 100) / (DECAY * 100 + 100))
+    for number in range(MAX_SHARES):
+        shares.record(number.to_bytes(2), 1, 4)
+    assert (shares.get(b"a"), shares.get((0).to_bytes(2))) == (None, 0.25)
 
 
 def test_a_latency_is_an_average_in_which_earlier_answers_lose_weight() -> None:
@@ -122,8 +138,8 @@ def test_a_second_read_counts_together_with_the_earlier_one() -> None:
 
 def test_a_source_that_is_to_bring_much_before_may_be_later_than_a_slow_one() -> None:
     slow, fast = known(1e8), known(1e9)
-    assert shortest_seconds([(slow, 0), (fast, 300 * MB)], 10_000_000, 0) == pytest.approx(0.1)
-    assert shortest_seconds([(slow, 0), (fast, 40 * MB)], 10_000_000, 0) == pytest.approx(0.05)
+    assert shortest_seconds([(slow, 10 * MB), (fast, 310 * MB)], 0) == pytest.approx(0.1)
+    assert shortest_seconds([(slow, 10 * MB), (fast, 50 * MB)], 0) == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16])

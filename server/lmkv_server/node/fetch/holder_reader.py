@@ -104,11 +104,12 @@ class FetchState:
         self._failure_count += not isinstance(error, KvSpecMismatch)
 
     def queued_bytes(self, instance_id: str) -> float:
-        """Bytes that are missing and expected from this instance: holders are taken to bring equal shares."""
-        others = [peer.instance_id for holder, peer in self.connections.items() if not holder.failed]
+        """Bytes that are to move from this instance: holders are taken to bring equal shares of the missing chunks."""
+        others = {peer.instance_id: holder for holder, peer in self.connections.items() if not holder.failed}
         if instance_id not in others:
             return 0.0
-        return len(self.progress.missing) * self.progress.mean_bytes / len(others)
+        missing_bytes = len(self.progress.missing) * self.progress.mean_bytes
+        return missing_bytes * others[instance_id].moved_share / len(others)
 
     def mark_late(self, holder: HolderState) -> int:
         """Asks other holders for what is assigned to an overdue one; the number of these chunks."""
@@ -194,7 +195,7 @@ class HolderReader:
 
     def reserve(self, chunk: PeerChunk) -> Reservation | None:
         evict = self._progress.evict
-        reserved = self.tier.reserve(chunk.room_bytes, evict=evict)
+        reserved = self.tier.reserve(chunk.size_bytes, evict=evict)
         if reserved is None:
             self._fetch.is_full = True
             reason = "the own pool is full of chunks in use" if evict else "the own pool has no free memory"
@@ -204,19 +205,21 @@ class HolderReader:
     async def read(self, writes: PendingWrites) -> Sequence[int] | None:
         started = time.monotonic()
         step_seconds = self._fetch.step_seconds(self._holder)
-        size_bytes = sum(chunk.remote.size_bytes for chunk in writes.chunks)
+        moved_bytes = sum(chunk.remote.read_bytes for chunk in writes.chunks)
         task = asyncio.current_task()
         assert task
         self._reads[task] = {chunk.remote.index for chunk in writes.chunks} & self._progress.missing
         try:
-            with self._watched(size_bytes):
+            with self._watched(moved_bytes):
                 checksums = await self._pipeline.read(self._peer, writes, step_seconds, self._grant_id)
         finally:
             del self._reads[task]
         self._record_answer()
         now = time.monotonic()
         busy = self._holder.bandwidth.busy(started, now)
-        self._plan.record_read(self._holder, size_bytes, busy.seconds, busy.share)
+        self._plan.record_read(self._holder, moved_bytes, busy.seconds, busy.share)
+        size_bytes = sum(chunk.remote.size_bytes for chunk in writes.chunks)
+        self._peer.shares.record(self.fingerprint, moved_bytes, size_bytes)
         return checksums
 
     def is_missing(self, index: int) -> bool:
@@ -318,9 +321,9 @@ class HolderReader:
     # --- Late answers --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _watched(self, size_bytes: int = 0) -> Iterator[None]:
+    def _watched(self, moved_bytes: int = 0) -> Iterator[None]:
         """Runs one step; marks the holder as late if this takes longer than expected, with all reads that run there."""
-        with self._holder.bandwidth.reading(size_bytes):
+        with self._holder.bandwidth.reading(moved_bytes):
             self._waiting_count += 1
             seconds = self._fetch.late_seconds(self._holder, self._holder.bandwidth.reading_bytes)
             timer = asyncio.get_running_loop().call_later(seconds, self._mark_late)

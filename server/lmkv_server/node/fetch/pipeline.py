@@ -24,6 +24,7 @@ from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import UNKNOWN_ORIGIN, Chunk, HostTier, Reservation
 from lmkv_server.node.peers.connection import PeerChunk, PeerConnection
 from lmkv_server.node.tiers.codec import ChunkCodec
+from lmkv_server.node.tiers.thread_buffer import ThreadBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +33,10 @@ SHM = "shm"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IncomingChunk:
-    """A chunk in a peer's memory, and the extent that it is read into."""
+    """A chunk in a peer's memory, and the extent that it is read into; what is encoded is decoded in place."""
 
     remote: PeerChunk
     reserved: Reservation
-
-    @property
-    def read_offset(self) -> int:
-        """Offset in the pool that its bytes are read to."""
-        return self.reserved.offset + self.remote.read_offset
 
 
 class PendingWrites:
@@ -140,6 +136,7 @@ class ChecksumVerifier:
         """Whether checksums are compared; otherwise every chunk counts as intact."""
         self._pool = pool
         self._codec = codec
+        self._encoded = ThreadBuffer()
         self._threads = ThreadPoolExecutor(THREADS, "lmkv-verify")
 
     async def aclose(self) -> None:
@@ -159,7 +156,7 @@ class ChecksumVerifier:
 
     def _compare(self, chunks: Sequence[IncomingChunk]) -> list[bool]:
         return [
-            checksum(self._pool.buffer, chunk.read_offset, chunk.remote.read_bytes) == chunk.remote.checksum
+            checksum(self._pool.buffer, chunk.reserved.offset, chunk.remote.read_bytes) == chunk.remote.checksum
             for chunk in chunks
         ]
 
@@ -183,7 +180,8 @@ class ChecksumVerifier:
         remote, start = chunk.remote, chunk.reserved.offset
         if not remote.encoded_bytes:
             return remote.checksum
-        encoded = self._pool.buffer[chunk.read_offset : chunk.read_offset + remote.encoded_bytes]
+        encoded = self._encoded.get(remote.encoded_bytes)[: remote.encoded_bytes]
+        encoded[:] = self._pool.buffer[start : start + remote.encoded_bytes]
         memory = self._pool.buffer[start : start + remote.size_bytes]
         if self._codec is None or self._codec.decode(fingerprint, encoded, memory) != remote.size_bytes:
             return None
@@ -272,7 +270,7 @@ class TransferPipeline:
     def __init__(
         self, tier: HostTier, channels: Channels, pool: Pool, *, verify: bool = True, codec: ChunkCodec | None = None
     ) -> None:
-        """`codec` is that of fetches from other hosts."""
+        """`codec` is that of chunks from other hosts."""
         self.tier = tier
         """The node's tier; transfers may have another one."""
         self.verifier = ChecksumVerifier(pool, enabled=verify, codec=codec)
@@ -293,10 +291,10 @@ class TransferPipeline:
     def codec_for(self, spec: KvSpec, channel: str) -> str:
         """The codec in which chunks of a spec are asked for over this channel; empty: as they are.
 
-        Shared memory is faster than any codec. Only engines that accept rounded chunks get such.
+        Shared memory is faster than any codec.
         """
         codec = self._codec
-        if codec is None or channel == SHM or (codec.is_lossy and not spec.accepts_lossy):
+        if codec is None or channel == SHM or not codec.applies_to(spec):
             return ""
         return codec.scope
 
@@ -344,7 +342,7 @@ class TransferPipeline:
         copies = [
             Copy(
                 remote_address=chunk.remote.address,
-                local_address=self._pool_address + chunk.read_offset,
+                local_address=self._pool_address + chunk.reserved.offset,
                 size_bytes=chunk.remote.read_bytes,
             )
             for chunk in writes.chunks

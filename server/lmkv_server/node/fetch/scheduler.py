@@ -100,6 +100,8 @@ class HolderState:
     is_near: bool = False
     """Whether it is on this host."""
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
+    moved_share: float = 1.0
+    """Bytes that its reads move for each byte of the chunks."""
     unavailable: set[int] = field(default_factory=set)
     """Chunks that it turned out not to have, or that arrived damaged from it."""
     failed: bool = False
@@ -143,7 +145,8 @@ class FetchPlan:
         self._inflight = inflight
         self._combined = combined
         self._clock = clock
-        self._chunk_bytes = progress.mean_bytes
+        self._chunk_bytes = progress.mean_bytes * max((holder.moved_share for holder in self.holders), default=1.0)
+        """Bytes that move for a chunk."""
 
     def unassigned(self) -> list[int]:
         """Missing chunks that a holder may have and no fetch transfers, in order, up to the first useless one."""
@@ -232,7 +235,7 @@ class FetchPlan:
         for holder in tuple(self.active):
             self.deactivate(holder)
 
-    def record_read(self, holder: HolderState, size_bytes: int, seconds: float, share: float = 1.0) -> None:
+    def record_read(self, holder: HolderState, moved_bytes: int, seconds: float, share: float = 1.0) -> None:
         """Updates the bandwidths after a read; `share` is the part of its time that `seconds` are.
 
         With several active holders a read measures this node's side. The holder's own bandwidth is then updated only
@@ -240,10 +243,10 @@ class FetchPlan:
         """
         now, count = self._clock(), max(1, len(self._on_time()))
         if count > 1:
-            self._combined.record_read(size_bytes, seconds / count, now, share)
+            self._combined.record_read(moved_bytes, seconds / count, now, share)
         known = holder.bandwidth.rate(now)
-        if count == 1 or known is None or size_bytes < seconds * known / count:
-            holder.bandwidth.record_read(size_bytes, seconds, now, share)
+        if count == 1 or known is None or moved_bytes < seconds * known / count:
+            holder.bandwidth.record_read(moved_bytes, seconds, now, share)
 
     def _window_count(self, holder: HolderState) -> int:
         rate = holder.bandwidth.rate(self._clock())

@@ -15,11 +15,13 @@ from lmkv.errors import LmkvError, Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.prompt import Hit, Items, Tail
 from lmkv.runtime.patience import MOST_SECONDS
+from lmkv.spec import KvSpec
 from lmkv.transfer.bandwidth import Bandwidth, shortest_seconds
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.fetch.holder_reader import FetchState, FetchStats, HolderReader
 from lmkv_server.node.fetch.pipeline import TransferPipeline, TransferStats
 from lmkv_server.node.fetch.scheduler import HolderState, InflightFetches
+from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.tiers.base import Dropped, Loaded, Needs, Presence, Progress, Selection, TierStats, TierUsage
 
@@ -61,14 +63,23 @@ class PeerFetcher:
             self._ended += fetch.stats()
         return progress.result(fetch.error)
 
-    def expected_seconds(self, holders: Sequence[Holder], size_bytes: int) -> float | None:
-        """The expected time to fetch this many bytes from the best of the holders, behind what other fetches wait for
-        there; None if one of them is unknown."""
-        ids = [holder.instance_id for holder in holders]
-        queued = [sum(fetch.queued_bytes(instance_id) for fetch in self._running) for instance_id in ids]
-        return shortest_seconds(
-            zip(map(self._connections.bandwidth, ids), queued, strict=True), size_bytes, time.monotonic()
-        )
+    def expected_seconds(self, holders: Sequence[Holder], spec: KvSpec, size_bytes: int) -> float | None:
+        """The expected time to fetch chunks of this many bytes from the best of the holders, behind what other fetches
+        wait for there; None if one of them is unknown."""
+        sources = []
+        for instance_id in [holder.instance_id for holder in holders]:
+            peer = self._connections.find(instance_id)
+            share = self._moved_share(peer, spec) if peer else None
+            if peer is None or share is None:
+                return None
+            queued_bytes = sum(fetch.queued_bytes(instance_id) for fetch in self._running)
+            sources.append((peer.bandwidth, share * size_bytes + queued_bytes))
+        return shortest_seconds(sources, time.monotonic())
+
+    def _moved_share(self, peer: PeerConnection, spec: KvSpec) -> float | None:
+        """Bytes that reads from a peer move for each byte of chunks; None if these may be encoded, and none was read
+        yet."""
+        return peer.shares.get(spec.fingerprint) if self._pipeline.codec_for(spec, peer.channel) else 1.0
 
     def _begin(self, progress: Progress, holders: Sequence[Holder], deadline: float) -> FetchState:
         """Selects the holders that may be asked."""
@@ -87,6 +98,7 @@ class PeerFetcher:
                     indices=progress.held_by(holder.matched_chunk_count),
                     is_near=self._connections.is_near(peer),
                     bandwidth=peer.bandwidth,
+                    moved_share=self._moved_share(peer, progress.spec) or 1.0,
                     is_late=peer.is_late,
                 )
                 connections[state] = peer
@@ -186,6 +198,8 @@ class PeerPresence(Presence):
 
     holders: Sequence[Holder] = ()
     """The longest run first; each `matched_chunk_count` counts from the first key of the prompt."""
+    spec: KvSpec | None = None
+    """That of the chunks."""
 
     def with_tail(self, tail: Presence, chunk_count: int) -> Self:
         """Adds a tail as `Presence.with_tail` does. Its holders count as holders of the chunks before it, too."""
@@ -221,6 +235,9 @@ class PeerTier:
         """The needed chunks that the peer with the longest run has. Coordinators match whole hits only."""
         if not (needs.indices or needs.prefix_digests) or not self.usable:
             return PeerPresence(asked=needs.indices)
+        return replace(await self._lookup(needs), spec=needs.spec)
+
+    async def _lookup(self, needs: Needs) -> PeerPresence:
         if needs.any_of:
             return await self._lookup_any(needs)
         if needs.items and not needs.in_order:
@@ -305,8 +322,9 @@ class PeerTier:
 
     def expected_seconds(self, presence: Presence, size_bytes: int) -> float | None:
         """The expected time to fetch this many bytes from the best of the peers; None if one of them is unknown."""
-        holders = presence.holders if isinstance(presence, PeerPresence) else ()
-        return self._fetcher.expected_seconds(holders, size_bytes)
+        if not isinstance(presence, PeerPresence) or presence.spec is None:
+            return None
+        return self._fetcher.expected_seconds(presence.holders, presence.spec, size_bytes)
 
     async def drop(self, selection: Selection) -> Dropped:
         """Drops nothing: chunks at peers belong to these."""

@@ -17,6 +17,7 @@ from google.protobuf import duration_pb2
 from lmkv.errors import BadMessage, GrantNotFound, KvSpecMismatch, LmkvError
 from lmkv.keys import ChunkKey, listed_keys
 from lmkv.runtime.deadline_timer import DeadlineTimer
+from lmkv.spec import KvSpec
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation, batched
@@ -37,6 +38,8 @@ PIECE_BYTES = 32 << 20
 READS_AHEAD = 2
 READ_SECONDS = 10.0
 """A read that takes longer has failed."""
+CHANNEL_SECONDS = 2.0
+"""A prefill whose channel is not known by then sends its chunks as they are."""
 
 
 class HandoffTransfer:
@@ -140,6 +143,8 @@ def _offered(
     for index, chunk in zip(request.indices, request.chunks, strict=True):
         if not 0 <= index < len(handoff.keys):
             raise BadMessage(f"the handoff has no chunk {index}", field="indices")
+        if chunk.decoded_bytes and not handoff.codec:
+            raise BadMessage("the handoff names no codec", field="chunks")
         yield index, peer_chunk(index, chunk, handoff.token_count_of(index), handoff.spec, connection.regions)
 
 
@@ -238,12 +243,22 @@ class HandoffReceiver:
         handoff = self.handoffs.allocate(prompt, source, now, destination, caller)
         self._timer.changed()
         if handoff.is_open:
-            self._connections.connect(connection, spec, READ_SECONDS, by_nixl=buffer is not None)
+            connecting = self._connections.connect(connection, spec, READ_SECONDS, by_nixl=buffer is not None)
+            if destination is None:
+                handoff.codec = await self._codec(connection, spec, connecting)
         if announced := self._announced.get(handoff.handoff_id):
             announced.set()
         timeout = duration_pb2.Duration()
         timeout.FromNanoseconds(round(self.handoffs.timeout_seconds * 1e9))
-        return pb.AllocateResponse(grant_id=handoff.grant_id, missing=handoff.missing, timeout=timeout)
+        return pb.AllocateResponse(
+            grant_id=handoff.grant_id, missing=handoff.missing, timeout=timeout, codec=handoff.codec
+        )
+
+    async def _codec(self, connection: PeerConnection, spec: KvSpec, connecting: asyncio.Task[None]) -> str:
+        """The codec in which chunks of a handoff are asked for: it depends on the channel, once that is known."""
+        if not connection.channel and self._pipeline.codec_for(spec, ""):
+            await asyncio.wait([connecting], timeout=CHANNEL_SECONDS)
+        return self._pipeline.codec_for(spec, connection.channel) if connection.channel else ""
 
     async def commit(self, request: pb.CommitRequest, session_id: str) -> pb.CommitResponse:
         """Reads the chunks that the request names; `session_id` is the caller's session, empty if it has none.

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from lmkv.tiers import HOST
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.fetch.encoded_copies import EncodedCopy, offer_copies
 from lmkv_server.node.handoff.state import HandedPrompt
 from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
@@ -60,6 +61,16 @@ class HandoffResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LentChunks:
+    """Chunks that one peer may read."""
+
+    grant_id: str
+    """A secret that gives the right to read: send it to that peer only."""
+    copies: Mapping[Chunk, EncodedCopy]
+    """What it reads in place of chunks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SenderContext:
     """The collaborators that all handoffs from one node share."""
 
@@ -69,8 +80,8 @@ class SenderContext:
     tier: HostTier
     connections: PeerConnectionPool
     directory: InstanceDirectory
-    grant_reads: Callable[[str, Sequence[Chunk]], AbstractContextManager[str]]
-    """Permits a peer, by its name, to read chunks here; yields the id of the grant."""
+    grant_reads: Callable[[str, Sequence[Chunk], str], AbstractAsyncContextManager[LentChunks]]
+    """Permits a peer, by its name, to read chunks here, in a codec that it has named."""
     inspect: Callable[[Sequence[Chunk], str], None]
     """Called with chunks that arrived damaged at a peer, and its instance id."""
 
@@ -208,10 +219,10 @@ class HandoffSender:
                 except TimeoutError:
                     await peer.commit(pb.CommitRequest(grant_id=answer.grant_id), ANSWER_SECONDS)
                 continue
-            if not await self._send(peer, answer.grant_id):
+            if not await self._send(peer, answer):
                 return
 
-    async def _send(self, peer: PeerConnection, grant_id: str) -> bool:
+    async def _send(self, peer: PeerConnection, answer: pb.AllocateResponse) -> bool:
         """Has the decode's node read the ready chunks, up to the limit of a call; whether all arrived intact."""
         tier = self._context.tier
         batch: dict[int, Chunk] = {}
@@ -224,13 +235,14 @@ class HandoffSender:
                 size_bytes += chunk.size_bytes
         if not batch:
             return True
-        request = pb.CommitRequest(grant_id=grant_id, indices=batch)
+        request = pb.CommitRequest(grant_id=answer.grant_id, indices=batch)
         add_granted(request.chunks, batch.values(), self._spec.chunk_size)
         tier.hold(batch.values())
         began = time.monotonic()
         try:
-            with self._context.grant_reads(peer.name, tuple(batch.values())) as read_grant_id:
-                request.read_grant_id = read_grant_id
+            async with self._context.grant_reads(peer.name, tuple(batch.values()), answer.codec) as lent:
+                request.read_grant_id = lent.grant_id
+                offer_copies(request.chunks, batch.values(), lent.copies)
                 response = await peer.commit(request, ANSWER_SECONDS)
         finally:
             tier.unhold(batch.values())
@@ -239,7 +251,7 @@ class HandoffSender:
         for index, chunk in batch.items():
             if index not in response.damaged:
                 self._missing.pop(chunk.key, None)
-                self._size_bytes += chunk.size_bytes
+                self._size_bytes += lent.copies.get(chunk, chunk).size_bytes
         return not response.damaged
 
 

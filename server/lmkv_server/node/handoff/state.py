@@ -104,6 +104,8 @@ class Handoff:
         self.state = HandoffState.ALLOCATED
         self.missing: tuple[int, ...] = ()
         """Indices of the keys that were missing at the start."""
+        self.codec = ""
+        """The codec in which its chunks may be encoded; empty: none."""
         self.expire_at = 0.0
         """When it expires while it is open, or is abandoned while no request has claimed it."""
         self.changed = asyncio.Event()

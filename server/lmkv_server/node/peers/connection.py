@@ -24,12 +24,11 @@ from lmkv.runtime.places import Places, most_of, requester
 from lmkv.spec import KvSpec
 from lmkv.tiers import PEERS
 from lmkv.transfer import Channels
-from lmkv.transfer.bandwidth import Bandwidth
+from lmkv.transfer.bandwidth import Bandwidth, MovedShares
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv.v1.cache_service_pb2 import Holder
-from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.cache.host import Origin
 
 logger = logging.getLogger(__name__)
@@ -79,6 +78,8 @@ class PeerConnection:
         """The metadata by which an engine's workers read its memory by NIXL, once connected for that; else empty."""
         self.bandwidth = Bandwidth()
         """Measured by reads from it."""
+        self.shares = MovedShares()
+        """What such reads move."""
         self._origins: dict[bytes, Origin] = {}
         """The origin of chunks that are read from it, by the fingerprint of their spec."""
         self._session_id = ""
@@ -361,16 +362,6 @@ class PeerChunk:
     def read_bytes(self) -> int:
         """Bytes that are read from the peer."""
         return self.encoded_bytes or self.size_bytes
-
-    @property
-    def room_bytes(self) -> int:
-        """Bytes of the extent that it is read into: what is encoded is read behind the place of the decoded chunk."""
-        return self.size_bytes if not self.encoded_bytes else align(self.size_bytes) + align(self.encoded_bytes)
-
-    @property
-    def read_offset(self) -> int:
-        """Where in that extent it is read to."""
-        return align(self.size_bytes) if self.encoded_bytes else 0
 
 
 def peer_chunk(

@@ -13,7 +13,6 @@ from lmkv.auth.credentials import Credentials
 from lmkv.errors import LmkvError
 from lmkv.spec import KvSpec
 from lmkv.transfer import Channels
-from lmkv.transfer.bandwidth import Bandwidth
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.peers.connection import PeerConnection
@@ -74,10 +73,9 @@ class PeerConnectionPool:
             self._close(self._by_instance.popitem(last=False)[1])
         return connection
 
-    def bandwidth(self, instance_id: str) -> Bandwidth:
-        """The bandwidth of a peer; an unknown one if there is no connection."""
-        connection = self._by_instance.get(instance_id)
-        return connection.bandwidth if connection else Bandwidth()
+    def find(self, instance_id: str) -> PeerConnection | None:
+        """The connection to this peer, if there is one."""
+        return self._by_instance.get(instance_id)
 
     def is_near(self, connection: PeerConnection) -> bool:
         """Whether the peer is on this host."""
@@ -87,9 +85,9 @@ class PeerConnectionPool:
 
     def connect(
         self, connection: PeerConnection, spec: KvSpec, timeout_seconds: float, *, by_nixl: bool = False
-    ) -> None:
+    ) -> asyncio.Task[None]:
         """Connects to a peer ahead of the first read; `by_nixl`: for reads by engines' workers too."""
-        self._spawn(self._connect(connection, spec, timeout_seconds, by_nixl))
+        return self._spawn(self._connect(connection, spec, timeout_seconds, by_nixl))
 
     async def _connect(self, connection: PeerConnection, spec: KvSpec, timeout_seconds: float, by_nixl: bool) -> None:
         try:

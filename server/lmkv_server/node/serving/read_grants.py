@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lmkv.errors import Full, SessionNotFound
 from lmkv.transfer.channel import ByteRange, PeerReader, ReadAccess, new_grant_id
 from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.fetch.encoded_copies import EncodedCopies, EncodedCopy
 from lmkv_server.node.peers.connection import FULL_SECONDS, MAX_GRANTS
-from lmkv_server.node.serving.encoded_copies import EncodedCopies, EncodedCopy
 
+_NO_COPIES: Mapping[Chunk, EncodedCopy] = {}
 MAX_SESSIONS = 4096
 """Most sessions that one identity may have; beyond these the one that was not used for longest is dropped."""
 MAX_INSTANCE_SESSIONS = 16
@@ -181,35 +182,28 @@ class ReadGrants:
         self._access.open(grant.grant_id, self.runs(taken), reader=session.reader)
         return grant
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of the pool that encoded copies take."""
-        return self._copies.used_bytes if self._copies else 0
-
-    async def encode(self, grant: ReadGrant) -> None:
-        """Makes copies of the chunks of a grant, which are read in place of those that gain by it.
+    async def encode(self, grant: ReadGrant, codec: str) -> None:
+        """Makes copies of the chunks of a grant, if the codec is the node's; they are read in place of the chunks.
 
         If that fails or is cancelled the grant ends: its holder will not learn of it.
         """
         assert self._copies is not None
         try:
-            made = await self._copies.make(grant.chunks)
+            copies = await self._copies.make(grant.chunks, codec)
         except BaseException:
             if grant.grant_id in self._grants:
                 self.release(grant)
             raise
-        copies = {chunk: copy for chunk, copy in zip(grant.chunks, made, strict=True) if copy is not None}
         if grant.grant_id not in self._grants:  # it has expired
-            self._copies.release(list(copies.values()))
-            return
-        grant.copies.update(copies)
-        whole = self.runs(chunk for chunk in grant.chunks if chunk not in copies)
-        encoded = [(self._region_address + copy.offset, copy.size_bytes) for copy in copies.values()]
-        self._access.open(grant.grant_id, [*whole, *encoded], reader=grant.session.reader)
+            self._copies.release(copies.values())
+        elif copies:
+            grant.copies.update(copies)
+            self._access.open(grant.grant_id, self.runs(grant.chunks, copies), reader=grant.session.reader)
 
-    def runs(self, chunks: Iterable[Chunk]) -> list[ByteRange]:
-        """The memory of chunks of the tier, in this process."""
-        return [(self._region_address + chunk.offset, chunk.size_bytes) for chunk in chunks]
+    def runs(self, chunks: Iterable[Chunk], copies: Mapping[Chunk, EncodedCopy] = _NO_COPIES) -> list[ByteRange]:
+        """The memory of chunks of the tier, or of their copies, in this process."""
+        extents = (copies.get(chunk, chunk) for chunk in chunks)
+        return [(self._region_address + extent.offset, extent.size_bytes) for extent in extents]
 
     def get(self, grant_id: str, session: PeerSession | None) -> ReadGrant | None:
         """The grant, if it has not ended and is of this session."""
@@ -222,7 +216,7 @@ class ReadGrants:
         self._access.close(grant.grant_id)
         self._tier.unhold(grant.chunks)
         if self._copies is not None:
-            self._copies.release(list(grant.copies.values()))
+            self._copies.release(grant.copies.values())
             grant.copies.clear()
         for usage in self._usages(grant.session):
             usage.grant_count -= 1

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,9 @@ from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.fetch.encoded_copies import EncodedCopies, offer_copies
 from lmkv_server.node.handoff.receiver import HandoffReceiver
-from lmkv_server.node.serving.encoded_copies import EncodedCopies
+from lmkv_server.node.handoff.sender import LentChunks
 from lmkv_server.node.serving.read_grants import PeerSessions, ReadGrants
 from lmkv_server.node.sessions.session import add_granted
 from lmkv_server.node.sessions.sessions import EngineSessions
@@ -192,6 +193,11 @@ class PeerService(pb_grpc.PeerServiceServicer):
         self._serve_until = 0.0
         self._serve()
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the pool that encoded copies take."""
+        return self._copies.used_bytes
+
     async def Init(self, request: pb.InitRequest, context: Any) -> pb.InitResponse:
         if request.peer_instance_id or request.peer_epoch:
             self._check_epoch(request.peer_epoch, request.peer_instance_id)
@@ -221,8 +227,8 @@ class PeerService(pb_grpc.PeerServiceServicer):
             ttl_seconds = min(wish, self._grant_ttl_seconds) if wish > 0 else self._grant_ttl_seconds
             chunks = [chunk for _, chunk in held]
             grant = self.grants.acquire(session, chunks, time.monotonic(), ttl_seconds)
-            if grant is not None and request.codec and request.codec == self._copies.scope:
-                await self.grants.encode(grant)
+            if grant is not None and request.codec:
+                await self.grants.encode(grant, request.codec)
         self._serve()
         if grant is None:
             return pb.AcquireResponse()
@@ -234,10 +240,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
             present=[index for index, _ in held[: len(grant.chunks)]],
         )
         add_granted(response.grant.chunks, grant.chunks, spec.chunk_size if spec else None)
-        for message, chunk in zip(response.grant.chunks, grant.chunks, strict=True):
-            if copy := grant.copies.get(chunk):
-                message.extent.offset, message.extent.size_bytes = copy.offset, copy.size_bytes
-                message.checksum, message.decoded_bytes = copy.checksum, chunk.size_bytes
+        offer_copies(response.grant.chunks, grant.chunks, grant.copies)
         return response
 
     @asynccontextmanager
@@ -294,20 +297,19 @@ class PeerService(pb_grpc.PeerServiceServicer):
             self._receiver.release(request.grant_id, session.session_id)
         return pb.ReleaseResponse()
 
-    @contextmanager
-    def lending(self, peer_name: str, chunks: Sequence[Chunk]) -> Iterator[str]:
-        """Lets a peer read these chunks, which the caller holds, in this context; yields the id of the grant.
-
-        The id is a secret that gives the right to read: send it to that peer only.
-        """
+    @asynccontextmanager
+    async def lending(self, peer_name: str, chunks: Sequence[Chunk], codec: str) -> AsyncIterator[LentChunks]:
+        """Lets a peer read these chunks, which the caller holds, in this context; encoded, if it names this codec."""
+        copies = await self._copies.make(chunks, codec)
         grant_id = new_grant_id()
-        self._channels.access.open(grant_id, self.grants.runs(chunks), peer_name=peer_name)
+        self._channels.access.open(grant_id, self.grants.runs(chunks, copies), peer_name=peer_name)
         self._lending_count += 1
         self._serve()
         try:
-            yield grant_id
+            yield LentChunks(grant_id=grant_id, copies=copies)
         finally:
             self._channels.access.close(grant_id)
+            self._copies.release(copies.values())
             self._lending_count -= 1
             self._linger()
 

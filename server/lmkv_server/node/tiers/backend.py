@@ -252,6 +252,14 @@ class ListedChunk(Protocol):
 C = TypeVar("C", bound=ListedChunk)
 
 
+class ReadChunk(ChunkDescription, Protocol):
+    """A chunk as it was read."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that were read for it: of an encoded chunk, those of its code."""
+
+
 class Backend(Reopened, Protocol[C]):
     """One folder or store. A failed call marks its health closed; none raises but for cancellation."""
 
@@ -275,7 +283,7 @@ class Backend(Reopened, Protocol[C]):
     def holds(self, chunk: C) -> bool:
         """Whether the chunk that `find` returned has not been dropped or replaced since."""
 
-    async def read(self, chunk: C, memory: memoryview, is_intact: Callable[[Any], bool]) -> ChunkDescription | None:
+    async def read(self, chunk: C, memory: memoryview, is_intact: Callable[[Any], bool]) -> ReadChunk | None:
         """Reads a chunk; None if it is absent, incomplete, or not what `is_intact`, called on a thread, accepts.
 
         The memory is written to until this returns, and, if it is cancelled, longer.

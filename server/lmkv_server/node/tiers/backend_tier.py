@@ -22,6 +22,7 @@ from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.cache.quotas import OwnedChunk, OwnerQuotas
 from lmkv_server.node.tiers.backend import Backend, C, WriteResult
 from lmkv_server.node.tiers.base import Presence, Progress, TierStats
+from lmkv_server.node.tiers.codec import ChunkCodec
 from lmkv_server.node.tiers.reader import TierReader
 
 if TYPE_CHECKING:  # it needs `cryptography`, which is optional
@@ -186,15 +187,16 @@ class BackendTier(Generic[C]):
         cache: HostCache,
         encryption: ChunkEncryption | None,
         quota_bytes: int = 0,
+        codec: ChunkCodec | None = None,
     ) -> None:
-        """`encryption` is what the backends encrypt with, for the tier's counts; `quota_bytes` are the most bytes of
-        the chunks of one owner, 0: no limit."""
+        """`encryption` and `codec` are those of the backends; `quota_bytes` are the most bytes of the chunks of one
+        owner, 0: no limit."""
         self.name = name
         self.quotas = OwnerQuotas(quota_bytes) if quota_bytes else None
         """Bytes by owner, if they are limited."""
         self.writer = TierWriter(backends, cache)
         self._kept = _KeptChunks(backends=backends, writer=self.writer)
-        self.reader: TierReader[C] = TierReader(backends, cache)
+        self.reader: TierReader[C] = TierReader(backends, cache, codec)
         self.tier = cache.tier
         self._events = cache.events
         self._backends = backends
@@ -308,9 +310,10 @@ class BackendTier(Generic[C]):
         )
         return None
 
-    def expected_seconds(self, _presence: Presence, size_bytes: int, /) -> float | None:
+    def expected_seconds(self, presence: Presence, size_bytes: int, /) -> float | None:
         """Estimates the seconds that a read of `size_bytes` takes; None if that is not known."""
-        return self.reader.expected_seconds(size_bytes)
+        share = presence.moved_share
+        return None if share is None else self.reader.expected_seconds(share * size_bytes)
 
     def stats(self) -> TierStats:
         """Returns the tier's counters since the start."""

@@ -213,6 +213,8 @@ class Presence:
     """A chunk that has more of the prompt's next tokens than any of the alternatives; then `indices` are empty."""
     is_answered: bool = True
     """Whether the tier has answered in time; if not, it may have more."""
+    moved_share: float | None = 1.0
+    """Bytes that a read moves for each byte of the chunks; None: that is not known before the first read."""
 
     def with_tail(self, tail: Presence, chunk_count: int) -> Self:
         """This presence, and that of a tail behind the first chunks, which another lookup of the tier has found."""

@@ -145,6 +145,10 @@ class ChunkCodec:
         self._planes = ThreadBuffer()
         self._zstd = threading.local()
 
+    def applies_to(self, spec: KvSpec) -> bool:
+        """Whether chunks of this spec may be encoded: only engines that accept rounded ones get such."""
+        return not self.is_lossy or spec.accepts_lossy
+
     def encode(self, chunk: ChunkDescription, memory: memoryview) -> tuple[memoryview, int]:
         """Encodes a chunk into this thread's buffer; returns whole pages, and how many of their bytes are used."""
         spec = self._specs.spec(chunk.fingerprint)

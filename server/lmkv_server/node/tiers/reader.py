@@ -17,13 +17,15 @@ from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
 from lmkv.runtime.places import Places, most_of, requester
 from lmkv.runtime.turns import Slots
+from lmkv.spec import KvSpec
 from lmkv.telemetry.logs import LimitedLogger
-from lmkv.transfer.bandwidth import Bandwidth
+from lmkv.transfer.bandwidth import Bandwidth, MovedShares
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.cache.host import Chunk, Origin, Reservation
 from lmkv_server.node.tiers.backend import Backend, C
 from lmkv_server.node.tiers.base import TierStats
+from lmkv_server.node.tiers.codec import ChunkCodec
 from lmkv_server.node.tiers.encryption_header import ChunkDescription
 
 logger = logging.getLogger(__name__)
@@ -42,23 +44,28 @@ OnRead = Callable[[int, Chunk], None]
 class _Load:
     """The chunks that one call of `TierReader.read` waits for."""
 
-    def __init__(self, sizes: Sequence[int], on_read: OnRead) -> None:
+    def __init__(self, fingerprint: bytes, sizes: Sequence[int], on_read: OnRead) -> None:
         """`sizes` are those of the chunks in bytes, 0 of chunks that no backend holds."""
         self.ahead = asyncio.Semaphore(READS_AHEAD)
+        self.fingerprint = fingerprint
         self.size_bytes = 0
+        """Bytes of the chunks that were read."""
+        self.moved_bytes = 0
+        """Bytes that were read for them."""
         self.left_bytes = sum(sizes)
-        """Bytes that are still to be read."""
+        """Bytes of the chunks that are still to be read."""
         self._sizes = sizes
         self._on_read: OnRead | None = on_read
 
-    def ended(self, index: int, chunk: Chunk | None) -> None:
-        """Takes a chunk at once, before others can evict it; None: it cannot be read."""
+    def ended(self, index: int, chunk: Chunk | None, moved_bytes: int = 0) -> None:
+        """Takes a chunk at once, before others can evict it; None: it cannot be read. 0 bytes: it was in the tier."""
         self.ahead.release()
         if self._on_read is None:
             return
         self.left_bytes -= self._sizes[index]
         if chunk:
-            self.size_bytes += chunk.size_bytes
+            self.size_bytes += chunk.size_bytes if moved_bytes else 0
+            self.moved_bytes += moved_bytes
             self._on_read(index, chunk)
 
     def close(self) -> None:
@@ -69,11 +76,13 @@ class _Load:
 class TierReader(Generic[C]):
     """The reads that run. One event loop owns it."""
 
-    def __init__(self, backends: Sequence[Backend[C]], cache: HostCache) -> None:
+    def __init__(self, backends: Sequence[Backend[C]], cache: HostCache, codec: ChunkCodec | None = None) -> None:
         self._backends = backends
+        self._codec = codec
         self._tier = cache.tier
         self._pool = cache.pool
         self._bandwidth = Bandwidth()
+        self._shares = MovedShares()
         self._loads: set[_Load] = set()
         self._log = LimitedLogger(logger)
         self._reading: dict[ChunkKey, list[tuple[_Load, int]]] = {}
@@ -89,10 +98,16 @@ class TierReader(Generic[C]):
         """Counts the chunks that were read, and those that were damaged or gone."""
         return TierStats(read_chunks=self._read_chunks, read_bytes=self._read_bytes, damaged_chunks=self._damaged_count)
 
-    def expected_seconds(self, size_bytes: int) -> float | None:
-        """Estimates the seconds that a read of `size_bytes` takes behind those that run; None if that is not known."""
-        queued_bytes = sum(load.left_bytes for load in self._loads)
-        return self._bandwidth.seconds(size_bytes + queued_bytes, time.monotonic())
+    def moved_share(self, spec: KvSpec) -> float | None:
+        """Bytes that reads move for each byte of chunks of a spec; None if they are encoded, and none was read yet."""
+        if self._codec is None or not self._codec.applies_to(spec):
+            return 1.0
+        return self._shares.get(spec.fingerprint)
+
+    def expected_seconds(self, moved_bytes: float) -> float | None:
+        """Estimates the seconds in which this many bytes move behind the reads that run; None if that is not known."""
+        queued_bytes = sum(load.left_bytes * (self._shares.get(load.fingerprint) or 1.0) for load in self._loads)
+        return self._bandwidth.seconds(moved_bytes + queued_bytes, time.monotonic())
 
     async def read(self, fingerprint: bytes, keys: Sequence[ChunkKey], timeout_seconds: float, on_read: OnRead) -> None:
         """Reads those of the chunks that a backend holds into the host tier, in order, a few at a time.
@@ -102,7 +117,7 @@ class TierReader(Generic[C]):
         which is not called after the return.
         """
         sizes = [found[1].size_bytes if (found := self._find(key, fingerprint)) else 0 for key in keys]
-        began, load = time.monotonic(), _Load(sizes, on_read)
+        began, load = time.monotonic(), _Load(fingerprint, sizes, on_read)
         self._loads.add(load)
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -118,7 +133,8 @@ class TierReader(Generic[C]):
             self._loads.discard(load)
         now = time.monotonic()
         busy = self._bandwidth.busy(began, now)
-        self._bandwidth.record_read(load.size_bytes, busy.seconds, now, busy.share)
+        self._bandwidth.record_read(load.moved_bytes, busy.seconds, now, busy.share)
+        self._shares.record(fingerprint, load.moved_bytes, load.size_bytes)
 
     async def aclose(self) -> None:
         """Ends every read. The backends must be closed, so that nothing writes to the pool. Idempotent."""
@@ -153,20 +169,23 @@ class TierReader(Generic[C]):
             task.add_done_callback(self._tasks.discard)
 
     async def _read(self, backend: Backend[C], chunk: C) -> None:
-        read = None
+        read, moved_bytes = None, 0
         try:
             async with self._slots.take(requester.get()):
                 read = self._tier.get(chunk.key)  # another load may have committed it
                 if read is None and backend.usable:
                     reserved = self._tier.reserve(chunk.size_bytes, evict=MissReason.EVICTED_BY_FETCH)
-                    read = await self._read_into(reserved, backend, chunk) if reserved else None
+                    read, moved_bytes = await self._read_into(reserved, backend, chunk) if reserved else (None, 0)
         finally:
             self._places.release(chunk.key)
             for load, index in self._reading.pop(chunk.key):
-                load.ended(index, read)
+                load.ended(index, read, moved_bytes)
 
-    async def _read_into(self, reserved: Reservation, backend: Backend[C], chunk: C) -> Chunk | None:
-        """Reads into an extent, which stays reserved for good if this is cancelled: the thread continues to write."""
+    async def _read_into(self, reserved: Reservation, backend: Backend[C], chunk: C) -> tuple[Chunk | None, int]:
+        """Reads into an extent; the chunk, and the bytes that were read for it.
+
+        The extent stays reserved for good if this is cancelled: the thread continues to write.
+        """
         memory = self._pool.buffer[reserved.offset : reserved.offset + chunk.memory_bytes]
         header = await backend.read(chunk, memory, lambda header: self._is_intact(reserved, header))
         is_held = backend.holds(chunk)
@@ -178,7 +197,7 @@ class TierReader(Generic[C]):
                     "chunk %s is damaged or gone in %s, and was dropped", chunk.key.hex(), backend.health.name
                 )
                 backend.discard([chunk], MissReason.DAMAGED)
-            return None
+            return None, 0
         self._read_chunks += 1
         self._read_bytes += header.size_bytes
         intact = Chunk(
@@ -193,7 +212,7 @@ class TierReader(Generic[C]):
             owner=chunk.owner,
             origin=Origin(tier=backend.health.name),
         )
-        return self._tier.commit(intact) or self._tier.get(chunk.key)
+        return self._tier.commit(intact) or self._tier.get(chunk.key), header.moved_bytes
 
     def _is_intact(self, reserved: Reservation, header: ChunkDescription) -> bool:
         return checksum(self._pool.buffer, reserved.offset, header.size_bytes) == header.checksum

@@ -363,17 +363,17 @@ async def test_a_fetch_is_expected_to_wait_for_what_others_wait_for_at_the_same_
             taken.let_go()
             large_reader.tier.drop(KEYS)
         await lets_go(owner)
-        alone = fetcher.expected_seconds([owner.holder], 1 << 20)
+        alone = fetcher.expected_seconds([owner.holder], LARGE, 1 << 20)
         all_bytes = len(KEYS) * LARGE.chunk_bytes
-        behind = fetcher.expected_seconds([owner.holder], (1 << 20) + all_bytes)
+        behind = fetcher.expected_seconds([owner.holder], LARGE, (1 << 20) + all_bytes)
         assert alone is not None
         owner.signal(signal.SIGSTOP)
         taken = Taken(large_reader)
         fetching = asyncio.create_task(large_reader.fetch(LARGE, KEYS, [owner.holder], LONG, taken))
         while not fetcher._running:  # noqa: ASYNC110  # nothing of it has come
             await asyncio.sleep(0)
-        assert fetcher.expected_seconds([owner.holder], 1 << 20) == pytest.approx(behind)
-        assert fetcher.expected_seconds([owner.holder, other], 1 << 20) is None
+        assert fetcher.expected_seconds([owner.holder], LARGE, 1 << 20) == pytest.approx(behind)
+        assert fetcher.expected_seconds([owner.holder, other], LARGE, 1 << 20) is None
         owner.signal(signal.SIGCONT)
         await fetching
         taken.let_go()

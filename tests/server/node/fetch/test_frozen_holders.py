@@ -86,7 +86,9 @@ async def test_a_load_comes_from_the_second_holder_when_the_best_one_is_frozen(
         await eventually(holder_count, 2)
         assert await load() == len(KEYS)
         now = time.monotonic()
-        second, best = sorted(processes, key=lambda name: side.connections.bandwidth(name).rate(now) or 0.0)
+        peers = {name: side.connections.find(name) for name in processes}
+        rates = {name: peer.bandwidth.rate(now) or 0.0 for name, peer in peers.items() if peer}
+        second, best = sorted(rates, key=lambda name: rates[name])
         before = fetched_count(second)
         value = node.metrics.registry.get_sample_value
         hedged = value("lmkv_node_hedged_fetches_total") or 0

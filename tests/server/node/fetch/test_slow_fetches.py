@@ -68,7 +68,7 @@ class Pair:
         """How long the node believes a fetch to take."""
         assert self.node.peer_side
         seconds = self.node.peer_side.fetcher.expected_seconds(
-            [Holder(instance_id="holder")], len(KEYS) * SPEC.chunk_bytes
+            [Holder(instance_id="holder")], SPEC, len(KEYS) * SPEC.chunk_bytes
         )
         assert seconds
         return seconds

@@ -72,6 +72,11 @@ class DiskChunk:
     """Whether `checksum` was computed from what was read, after the stored bytes were verified."""
 
     @property
+    def moved_bytes(self) -> int:
+        """Bytes that are read for it: of an encoded chunk, those of its code."""
+        return self.encoded_bytes or self.size_bytes
+
+    @property
     def memory_bytes(self) -> int:
         """Room that reading it takes: whole pages, so that the device can copy straight from and to the pool."""
         return align(self.size_bytes)
@@ -79,7 +84,7 @@ class DiskChunk:
     @property
     def file_bytes(self) -> int:
         """Length of its file: if it is encrypted, with a page for the header."""
-        return align(self.encoded_bytes or self.size_bytes) + (ALIGNMENT if self.key_id else 0)
+        return align(self.moved_bytes) + (ALIGNMENT if self.key_id else 0)
 
     @property
     def extent_bytes(self) -> int:

@@ -175,7 +175,7 @@ class DiskTier(BackendTier[DiskChunk]):
         files = EncodedFiles(codec, files) if codec else files
         share_bytes = capacity_bytes // len(paths)
         self.volumes = [DiskVolume(DiskFolder(path, files), share_bytes, self, times) for path in paths]
-        super().__init__(NAME, self.volumes, cache, encryption, quota_bytes)
+        super().__init__(NAME, self.volumes, cache, encryption, quota_bytes, codec)
 
     async def __aenter__(self) -> Self:
         """Opens the folders. Raises `ConfigError` for one that another user could have planted."""
@@ -232,7 +232,7 @@ class DiskTier(BackendTier[DiskChunk]):
             volume.index.use(used)
         if self.quotas is not None:
             self.quotas.use(chunk for key in used if (chunk := self.get(key)))
-        return Presence(asked=needs.indices, indices=found)
+        return Presence(asked=needs.indices, indices=found, moved_share=self.reader.moved_share(needs.spec))
 
     def supersede(self, key: ChunkKey) -> None:
         """Has the chunk, if it is on disk and not used again, evicted before others."""

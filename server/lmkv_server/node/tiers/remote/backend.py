@@ -173,7 +173,8 @@ class EncodedObjects:
         if size_bytes is None:
             return None
         checksum = kernels.checksum(memory[:size_bytes])
-        return replace(stored, size_bytes=size_bytes, checksum=checksum, is_verified=True)
+        encoded_bytes = stored.size_bytes
+        return replace(stored, size_bytes=size_bytes, checksum=checksum, is_verified=True, encoded_bytes=encoded_bytes)
 
 
 def _without(header_bytes: int, object_bytes: int, most_bytes: int) -> int:

@@ -92,6 +92,13 @@ class RemoteObject:
     checksum: int
     is_verified: bool = False
     """Whether `checksum` was computed from what was read, after the stored bytes were verified."""
+    encoded_bytes: int = 0
+    """Bytes that the store has in place of the chunk's, if that was read and decoded."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that were read for it."""
+        return self.encoded_bytes or self.size_bytes
 
     @property
     def header(self) -> bytes:

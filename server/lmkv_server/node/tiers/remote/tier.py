@@ -69,7 +69,7 @@ class RemoteTier(BackendTier[RemoteChunk]):
         objects: ObjectFormat = EncryptedObjects(encryption) if encryption else PlainObjects()
         objects = EncodedObjects(codec, encryption) if codec else objects
         self.backend = StoreBackend(self, name, store, objects, times)
-        super().__init__(name, [self.backend], cache, encryption, quota_bytes)
+        super().__init__(name, [self.backend], cache, encryption, quota_bytes, codec)
         self._lookup_seconds = lookup_seconds
 
     async def __aenter__(self) -> Self:
@@ -90,8 +90,11 @@ class RemoteTier(BackendTier[RemoteChunk]):
         Where a store takes a request for each chunk, a chunk is assumed to be there if the first and a later one are;
         a read notices if it is not.
         """
-        if not self.usable or not needs.indices:
-            return Presence(asked=needs.indices)
+        found = await self._lookup(needs) if self.usable and needs.indices else ()
+        return Presence(asked=needs.indices, indices=found, moved_share=self.reader.moved_share(needs.spec))
+
+    async def _lookup(self, needs: Needs) -> Sequence[int]:
+        """The indices of the chunks that the store holds."""
         deadline = time.monotonic() + needs.seconds(self._lookup_seconds)
         if needs.items and not needs.in_order:
             return await self._lookup_items(needs, needs.items, deadline)
@@ -99,12 +102,10 @@ class RemoteTier(BackendTier[RemoteChunk]):
         if not needs.in_order:
             absent = [key for index in needs.indices for key in needs.parts_of(index) if not self.has(key)]
             await self._ask_all(needs.spec, absent, 0, deadline, _NO_SIZES, stop_early=False)
-            found = [index for index in needs.indices if all(map(self.has, needs.parts_of(index)))]
-            return Presence(asked=needs.indices, indices=found)
-        count = await self._find_run(needs.spec, keys, deadline)
-        return Presence(asked=needs.indices, indices=needs.indices[:count])
+            return [index for index in needs.indices if all(map(self.has, needs.parts_of(index)))]
+        return needs.indices[: await self._find_run(needs.spec, keys, deadline)]
 
-    async def _lookup_items(self, needs: Needs, items: Items, deadline: float) -> Presence:
+    async def _lookup_items(self, needs: Needs, items: Items, deadline: float) -> Sequence[int]:
         """Asks for parts of which a hit needs every chunk; then for the others, the last chunks first.
 
         Not for those behind the first absent chunk: no hit here goes further.
@@ -124,8 +125,7 @@ class RemoteTier(BackendTier[RemoteChunk]):
         rest = sorted((index for index in rest if items.chunks[index] < end), key=lambda index: -items.chunks[index])
         keys = [needs.keys[index] for index in rest if not self.has(needs.keys[index])]
         await self._ask_all(needs.spec, keys, 0, deadline, exact, stop_early=False)
-        found = [index for index in needs.indices if items.chunks[index] < end and self.has(needs.keys[index])]
-        return Presence(asked=needs.indices, indices=found)
+        return [index for index in needs.indices if items.chunks[index] < end and self.has(needs.keys[index])]
 
     async def _find_run(
         self, spec: KvSpec, keys: Sequence[ChunkKey], deadline: float, exact: Mapping[ChunkKey, int] = _NO_SIZES

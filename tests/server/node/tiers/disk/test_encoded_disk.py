@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lmkv.spec import KvSpec
 from lmkv_server.node.cache.allocator import ALIGNMENT, align
+from lmkv_server.node.tiers.base import Needs
 from lmkv_server.node.tiers.codec import HEADER_BYTES
 from lmkv_server.node.tiers.disk.folder import parse_file_name
 from lmkv_server.node.tiers.encryption import ChunkEncryption, TenantKeys
@@ -146,6 +150,26 @@ async def test_a_chunk_with_elements_that_are_no_numbers_is_stored_as_it_is(fold
         await flushed(host)
         host.drop(0)
         assert await host.read(0)
+
+
+async def test_load_or_compute_counts_the_bytes_that_are_read(folder: Path) -> None:
+    """Of an engine that accepts rounded chunks these are fewer, and known when some were read; until then it loads."""
+    needs = Needs(spec=LOSSY, keys=chunk_keys(0, 1), indices=range(2))
+    async with host_with_disk(folder, codec=codec("int8"), chunks=chunks_for("int8")) as host:
+        for number in range(2):
+            host.store(number)
+        await flushed(host)
+        host.drop(0, 1)
+        for _ in range(2):  # a measured disk: 1 MiB takes a second
+            host.disk.reader._bandwidth.record_read(1 << 20, 1.0, time.monotonic())
+
+        async def expected(spec: KvSpec) -> float | None:
+            return host.disk.expected_seconds(await host.disk.lookup(replace(needs, spec=spec)), 1 << 20)
+
+        assert (await expected(EXACT), await expected(LOSSY)) == (1.0, None)
+        assert len(await host.read(0, 1)) == 2
+        share = (HEADER_BYTES + CODE_BYTES["int8"]) / CHUNK_BYTES
+        assert (await expected(EXACT), await expected(LOSSY)) == (1.0, share)
 
 
 async def test_a_folder_is_filled_by_stored_bytes(folder: Path) -> None:

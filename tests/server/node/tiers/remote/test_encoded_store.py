@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lmkv.spec import KvSpec
+from lmkv_server.node.tiers.base import Needs
 from lmkv_server.node.tiers.codec import HEADER_BYTES as CODEC_HEADER_BYTES
 from lmkv_server.node.tiers.encryption import ChunkEncryption, TenantKeys
 from lmkv_server.node.tiers.remote.backend import EncodedObjects
 from lmkv_server.node.tiers.remote.store import HEADER_BYTES, object_name
-from tests.server.node.cases import chunk_key
+from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import WAIT_SECONDS
 from tests.server.node.encoded_parts import EXACT, LOSSY, chunks_for, codec
 from tests.server.node.remote_parts import AWS, CHUNK_BYTES, S3Server, SharedFolder, host_with
@@ -74,6 +78,28 @@ async def test_objects_have_the_bytes_of_codes_and_scales(server: AnyServer) -> 
         host.store(1)
     (name,) = server.names()
     assert len(server.read(name)) == HEADER_BYTES + CODEC_HEADER_BYTES + 16 * 4 + CHUNK_BYTES // 4
+
+
+async def test_load_or_compute_counts_the_bytes_that_are_read(
+    server: AnyServer, encryption: ChunkEncryption | None
+) -> None:
+    """Of an engine that accepts rounded chunks these are fewer, and known when some were read; until then it loads."""
+    needs = Needs(spec=LOSSY, keys=chunk_keys(0, 1), indices=range(2))
+    chunks = chunks_for("int8")
+    async with host_with(server.store(), codec=codec("int8"), encryption=encryption, chunks=chunks) as host:
+        host.store(0, 1)
+        await host.flushed()
+        host.drop(0, 1)
+        for _ in range(2):  # a measured store: 1 MiB takes a second
+            host.remote.reader._bandwidth.record_read(1 << 20, 1.0, time.monotonic())
+
+        async def expected(spec: KvSpec) -> float | None:
+            return host.remote.expected_seconds(await host.remote.lookup(replace(needs, spec=spec)), 1 << 20)
+
+        assert (await expected(EXACT), await expected(LOSSY)) == (1.0, None)
+        assert await host.read(0, 1) == [0, 1]
+        share = (CODEC_HEADER_BYTES + 16 * 4 + CHUNK_BYTES // 4) / CHUNK_BYTES
+        assert (await expected(EXACT), await expected(LOSSY)) == (1.0, share)
 
 
 @pytest.mark.parametrize(("theirs", "mine"), [("int8", "fp8"), ("int8", None), (None, "int8"), ("zstd", None)])

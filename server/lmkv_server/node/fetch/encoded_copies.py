@@ -1,14 +1,18 @@
-"""Encoded copies of granted chunks in the pool, which peers read in place of the chunks (docs/guides/codecs.md)."""
+"""Encoded copies of chunks in the pool, which peers read in place of the chunks (docs/guides/codecs.md).
+
+Of granted chunks, and of those of handoffs, if the reader has named the codec.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lmkv.misses import MissReason
 from lmkv.pool.pool import Pool
+from lmkv.v1 import chunk_pb2
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.allocator import ALIGNMENT, align
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
@@ -50,13 +54,15 @@ class EncodedCopies:
         """Ends the threads. Every copy must have been released. Idempotent."""
         await asyncio.to_thread(self._threads.shutdown)
 
-    async def make(self, chunks: Sequence[Chunk]) -> list[EncodedCopy | None]:
-        """Encodes chunks, which the caller holds; None for those for which there is no room, or that gain nothing.
+    async def make(self, chunks: Sequence[Chunk], codec: str) -> dict[Chunk, EncodedCopy]:
+        """Encodes chunks, which the caller holds, but for those for which there is no room, or that gain nothing. None
+        if the `codec` that the reader names is not this one.
 
         The caller releases the copies. Cancelled, it ends when no thread reads or writes the pool any more.
         """
-        reserved = [self._reserve(chunk) for chunk in chunks]
-        work = [(chunk, extent) for chunk, extent in zip(chunks, reserved, strict=True) if extent is not None]
+        if not codec or codec != self.scope:
+            return {}
+        work = [(chunk, extent) for chunk in chunks if (extent := self._reserve(chunk)) is not None]
         loop = asyncio.get_running_loop()
         runs = [loop.run_in_executor(self._threads, self._encode, chunk, extent) for chunk, extent in work]
         try:
@@ -67,11 +73,10 @@ class EncodedCopies:
             for _, extent in work:
                 self._release(extent.offset, extent.size_bytes)
             raise
-        copies = (self._shrunk(extent, *result) for (_, extent), result in zip(work, encoded, strict=True))
-        found = {copy.offset: copy for copy in copies if copy is not None}
-        return [found.get(extent.offset) if extent else None for extent in reserved]
+        copies = {chunk: self._shrunk(extent, *result) for (chunk, extent), result in zip(work, encoded, strict=True)}
+        return {chunk: copy for chunk, copy in copies.items() if copy is not None}
 
-    def release(self, copies: Sequence[EncodedCopy]) -> None:
+    def release(self, copies: Iterable[EncodedCopy]) -> None:
         """Frees the memory of copies that no reader may use any more."""
         for copy in copies:
             self._release(copy.offset, align(copy.size_bytes))
@@ -106,3 +111,13 @@ class EncodedCopies:
     def _release(self, offset: int, size_bytes: int) -> None:
         self._used_bytes -= size_bytes
         self._tier.give_back(offset)
+
+
+def offer_copies(
+    messages: Iterable[chunk_pb2.GrantedChunk], chunks: Iterable[Chunk], copies: Mapping[Chunk, EncodedCopy]
+) -> None:
+    """Changes the messages of chunks that have copies: the reader is to read these."""
+    for message, chunk in zip(messages, chunks, strict=True):
+        if copy := copies.get(chunk):
+            message.extent.offset, message.extent.size_bytes = copy.offset, copy.size_bytes
+            message.checksum, message.decoded_bytes = copy.checksum, chunk.size_bytes
