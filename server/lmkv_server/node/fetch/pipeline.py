@@ -24,7 +24,7 @@ from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import UNKNOWN_ORIGIN, Chunk, HostTier, Reservation
 from lmkv_server.node.peers.connection import PeerChunk, PeerConnection
 from lmkv_server.node.tiers.codec import ChunkCodec
-from lmkv_server.node.tiers.thread_buffer import ThreadBuffer
+from lmkv_server.node.tiers.threads import ThreadBuffer
 
 logger = logging.getLogger(__name__)
 
