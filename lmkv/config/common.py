@@ -56,20 +56,20 @@ def auth_token() -> Any:
 
 def auth_token_file() -> Any:
     """Declares `auth_token_file`."""
-    return key(PATH, "", "File that contains the token, instead of `auth_token`; it may be replaced at any time.")
+    return key(PATH, "", "File that contains the token, instead of `auth_token`.")
 
 
-def auth_tokens(what: str) -> Any:
-    """Declares `auth_tokens`; `what` is what callers may do."""
-    return key(PATH, "", f"YAML file of the tokens whose owners may {what}, with their roles; empty: any client may.")
+def auth_tokens() -> Any:
+    """Declares `auth_tokens`."""
+    return key(PATH, "", "YAML file of the tokens whose owners may call the server, with roles; empty: any client may.")
 
 
-def allowed_hosts(what: str) -> Any:
-    """Declares `allowed_hosts` of the HTTP server `what`."""
+def allowed_hosts() -> Any:
+    """Declares `allowed_hosts`."""
     return key(
         HOST_NAMES,
         (),
-        f"Host names by which clients may call {what} over HTTP, besides addresses and localhost, such as "
+        "Host names by which clients may call the server over HTTP, besides addresses and localhost, such as "
         "lmkv.example.com or *.svc.cluster.local; others are refused.",
         shown_default="every name, or none on a loopback address",
     )

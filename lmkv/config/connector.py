@@ -37,19 +37,18 @@ class ConnectorConfig(NodeConfig):
         choice("auto", "native", "token_major"),
         "auto",
         "Format of chunks: token_major works with engines of any block size, native is faster on CPUs; auto: "
-        "native on CPUs, token_major on GPUs or with share_across_engines.",
+        "native on CPUs without share_across_engines, else token_major.",
     )
     share_across_engines: bool = key(
         FLAG,
         False,
-        "Whether engines of other kinds that set it too, such as Hugging Face transformers, may load this engine's KV, "
-        "and it theirs.",
+        "Whether engines of other kinds that set it too may load this engine's KV, and it theirs.",
     )
     hash_scheme: str = key(
         choice("sha256-16", "sha256-pages"),
         "sha256-16",
-        "How chunks are named: sha256-pages as SGLang names its pages, which share_across_engines with SGLang needs; "
-        "partial chunks are then not stored.",
+        "How chunks are named: sha256-pages as SGLang names its pages, to share with it; partial chunks are then "
+        "not stored.",
     )
     save_partial_chunks: bool = key(
         FLAG,
@@ -62,7 +61,7 @@ class ConnectorConfig(NodeConfig):
     min_retrieve_tokens: int = key(
         whole(0, 1 << 20, "a number of tokens"),
         8,
-        "Minimum number of tokens to load; fewer are computed, which is as fast.",
+        "Minimum number of tokens to load; fewer are computed.",
     )
     min_fetch_tokens: int = key(
         whole(0, 1 << 20, "a number of tokens"),
@@ -70,7 +69,7 @@ class ConnectorConfig(NodeConfig):
         "Minimum number of tokens to fetch from a peer, beyond those on this node.",
     )
     refuse_slow_fetches: bool = key(
-        FLAG, True, "Whether tokens are computed if loading them is expected to take longer, by measured speeds."
+        FLAG, True, "Whether tokens are computed if loading them is expected to take longer."
     )
     enable_async_loading: bool = key(FLAG, True, "Whether other requests run while one loads.")
     accept_hints: bool = key(
@@ -85,21 +84,18 @@ class ConnectorConfig(NodeConfig):
     max_lookup_timeout: float = key(
         SECONDS,
         MOST_SECONDS,
-        "Maximum time of a lookup that may save more, in seconds: it may take half of the estimated prefill.",
+        "Maximum time of a lookup that may save more: half of the estimated prefill, in seconds.",
     )
-    load_timeout: float = key(
-        SECONDS, 1.0, "Maximum time that a request waits for a load, in seconds; then it computes."
-    )
+    load_timeout: float = key(SECONDS, 1.0, "Maximum time that a request waits for a load, in seconds.")
     pd_load_timeout: float = key(
         SECONDS,
         30.0,
-        "Maximum time that a request waits for a prompt that is handed off to it, in seconds; then it computes.",
+        "Maximum time that a request waits for a prompt that is handed off to it, in seconds.",
     )
     pd_buffer_device: str = key(
         choice("cpu", "cuda"),
         "cpu",
-        "Where prompts that are handed off to this engine wait for their load: cpu, in the pool; cuda, in a "
-        "buffer of `pd_buffer_size` on the engine's GPUs.",
+        "Where prompts that are handed off to this engine wait for their load: cpu, in the pool; cuda, on its GPUs.",
     )
     node_address: str = key(
         SOCKET_PATH,
@@ -117,14 +113,14 @@ class ConnectorConfig(NodeConfig):
     weight_version: str = key(
         TEXT,
         "",
-        "Version of the weights at start, if they are replaced under one name; engines share KV of one version only.",
+        "Version of the weights at start, if they are replaced under one name.",
         shown_default="none",
     )
     accept_lossy: bool = key(
         FLAG,
         False,
-        "Whether this engine may load chunks that a codec of disk, store or peers has rounded; it then shares "
-        "chunks only with engines that set it too.",
+        "Whether this engine may load chunks that a codec of disk, store or peers has rounded; it then shares chunks "
+        "only with engines that set it too.",
     )
     copy_threads: int = key(
         whole(0, 1024, "a number of threads from 0 to 1024 (0: lmkv decides)"),
@@ -135,7 +131,7 @@ class ConnectorConfig(NodeConfig):
     audit_rate: float = key(
         SHARE,
         0.001,
-        "Share of hits of which a chunk is computed again and compared with the cached one; 0: none, 1: every hit.",
+        "Share of hits of which a chunk is computed again and compared; 0: none, 1: every hit.",
     )
 
     def contradictions(self) -> Iterator[ConfigError]:

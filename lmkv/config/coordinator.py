@@ -51,8 +51,8 @@ class CoordinatorConfig(Config):
     tls_key: str = common.tls_key()
     tls_client_ca: str = common.tls_client_ca("clients need none")
     require_encryption: bool = common.require_encryption("a port or a `layout_map_url` without TLS")
-    auth_tokens: str = common.auth_tokens("call the coordinator")
-    allowed_hosts: tuple[str, ...] = common.allowed_hosts("the coordinator")
+    auth_tokens: str = common.auth_tokens()
+    allowed_hosts: tuple[str, ...] = common.allowed_hosts()
     max_connections_per_client: int = common.max_connections_per_client(500)
     audit_log: str = key(
         PATH,

@@ -111,8 +111,8 @@ class NodeConfig(Config):
     transfer_channel: str = key(
         TRANSFER_CHANNEL,
         "auto",
-        "Transfer channel between nodes: auto (shm within a host; between hosts nixl if both have RDMA devices, else "
-        "tcp), shm, nixl, tcp, or a plug-in: ucx, mooncake, or one of another package.",
+        "Transfer channel between nodes: auto (shm within a host; between hosts nixl if both have RDMA, else tcp),"
+        " shm, nixl, tcp, or a plug-in such as ucx or mooncake.",
     )
     transfer_options: Mapping[str, str] = key(
         OPTIONS,
@@ -128,34 +128,32 @@ class NodeConfig(Config):
     peer_codec: str = key(
         CODEC,
         "none",
-        "How chunks are encoded that nodes of other hosts read, as `local_disk_codec`; the same at both nodes, else "
-        "they are not.",
+        "How chunks are encoded for nodes of other hosts, as `local_disk_codec`, if both nodes set the same.",
     )
     transfer_port: int = key(PORT, 0, "Port that tcp or ucx listens on; 0: a free one.")
     nixl_backends: tuple[str, ...] = key(NAMES, ("UCX",), "NIXL backends, best first.")
     local_cpu: bool = key(
         FLAG,
         True,
-        "Whether host memory is a tier of its own. If not, it has chunks on their way to and from local_disk, "
-        "remote_url and tiers; without any of these the node keeps handoffs only.",
+        "Whether host memory is a tier of its own. If not, it only has chunks on their way to and from local_disk,"
+        " remote_url and tiers, and handoffs.",
     )
     max_local_cpu_size: float = key(SIZE, 5.0, "Host memory for chunks, in GiB by default.")
     max_salt_size: float = key(
         SIZE_OR_ZERO,
         0.0,
-        "Host memory for the chunks that engines store with one `cache_salt`, in GiB by default; beyond it their own "
-        "are evicted first; 0: no limit.",
+        "Host memory for the chunks of one `cache_salt`, in GiB by default; beyond it its own are evicted first; "
+        "0: no limit.",
     )
     max_salt_disk_size: float = key(
         SIZE_OR_ZERO,
         0.0,
-        "Disk space for the chunks of one `cache_salt` in `local_disk`, as `max_salt_size`; 0: no limit.",
+        "Disk space for the chunks of one `cache_salt`; 0: no limit.",
     )
     max_salt_remote_size: float = key(
         SIZE_OR_ZERO,
         0.0,
-        "Bytes of one `cache_salt` among the chunks that the node has written to the store of `remote_url` since its "
-        "start, as `max_salt_size`; 0: no limit.",
+        "Bytes of one `cache_salt` that the node has written to the store since its start; 0: no limit.",
     )
     local_disk: tuple[str, ...] = key(
         DISK_FOLDERS, (), "Folder for chunks on disk, or several; the node uses a subfolder of its own in each."
@@ -171,8 +169,8 @@ class NodeConfig(Config):
     local_disk_codec: str = key(
         CODEC,
         "none",
-        "How chunks on disk are encoded: none; zstd, which is lossless; or fp8, int8 or int4, which round the chunks "
-        "of engines that set `accept_lossy`.",
+        "How chunks on disk are encoded: none; zstd, which is lossless; or fp8, int8 or int4, for engines that set"
+        " `accept_lossy`.",
     )
     remote_url: str = key(
         REMOTE_URL,
@@ -191,13 +189,12 @@ class NodeConfig(Config):
     remote_ttl: float = key(
         SECONDS_OR_ZERO,
         0.0,
-        "Time after which Valkey or Redis drops a chunk, in seconds; 0: when it runs out of memory. In a folder: time "
-        "after which nodes remove a chunk that was not used; 0: only for `max_remote_size`.",
+        "Time after which Valkey or Redis drops a chunk, and nodes an unused one in a folder, in seconds; 0: none.",
     )
     max_remote_size: float = key(
         SIZE_OR_ZERO,
         0.0,
-        "Space for the chunks of all nodes in the folder of a `file://` URL, in GiB by default; 0: no limit.",
+        "Space for the chunks of all nodes in a `file://` folder, in GiB by default; 0: no limit.",
     )
     remote_codec: str = key(
         CODEC,
@@ -207,8 +204,7 @@ class NodeConfig(Config):
     encryption_key_file: str = key(
         PATH,
         "",
-        "File of the keys that encrypt chunks on disk and in the store, the first one for writing; it may be replaced "
-        "at any time.",
+        "File of the keys that encrypt chunks on disk and in the store, the first one for writing.",
         shown_default="empty: they are not encrypted",
     )
     tiers: tuple[Mapping[str, str], ...] = key(
@@ -225,12 +221,12 @@ class NodeConfig(Config):
     persist_pool: bool = key(
         FLAG,
         False,
-        "Whether the pool's file stays after the node exits, even by a crash, and is reused by the next node.",
+        "Whether the pool's file stays after the node exits, even by a crash, for the next node.",
     )
     pool_huge_pages: str = key(
         choice("auto", "always", "never"),
         "auto",
-        "Whether anonymous memory uses reserved huge pages of the machine; auto: if there are enough.",
+        "Whether anonymous memory uses reserved huge pages; auto: if there are enough.",
     )
     numa_node: str = key(
         NUMA_NODE,
@@ -240,8 +236,8 @@ class NodeConfig(Config):
     eviction_policy: str = key(
         choice("learned", "lru", "arc"),
         "learned",
-        "Eviction policy of host memory: learned, which learns from the traffic which chunks are used again and how "
-        "soon; lru (least recently used); or arc, which keeps chunks longer that are used again.",
+        "Eviction policy of host memory: learned (from the traffic), lru (least recently used), or arc, which "
+        "keeps chunks longer that are used again.",
         Alias(name="cache_policy", convert=_eviction_policy),
     )
     runtime_dir: str = key(
@@ -253,8 +249,8 @@ class NodeConfig(Config):
     node_linger: float = key(
         SECONDS_OR_ZERO,
         900.0,
-        "Time that a node keeps running after its last engine has left, in seconds: an engine that restarts finds its "
-        "cache. At most a minute while less than 512 MiB of memory is available.",
+        "Time that a node keeps running after its last engine has left, in seconds; at most a minute while less "
+        "than 512 MiB of memory is available.",
     )
     grant_ttl: float = key(SECONDS, 30.0, "Lifetime of a grant on extents, in seconds.")
     enable_pd: bool = key(
@@ -270,8 +266,7 @@ class NodeConfig(Config):
     pd_buffer_size: int = key(
         BUFFER_BYTES,
         0,
-        "Maximum bytes of the pool for prompts that were handed off to this node and are not loaded yet; 0: half "
-        "of the pool.",
+        "Maximum bytes of the pool for prompts that were handed off to this node and are not loaded; 0: half of it.",
         shown_default="0",
     )
     pd_timeout: float = key(
@@ -300,11 +295,11 @@ class NodeConfig(Config):
     )
     auth_token: str = common.auth_token()
     auth_token_file: str = common.auth_token_file()
-    auth_tokens: str = common.auth_tokens("call the node and read its metrics")
+    auth_tokens: str = common.auth_tokens()
     metrics_port: int | None = key(
         PORT_IF_ANY, OFF, "Port on `p2p_host` to serve Prometheus's `/metrics` on; 0: a free one; off: none."
     )
-    allowed_hosts: tuple[str, ...] = common.allowed_hosts("its `/metrics`")
+    allowed_hosts: tuple[str, ...] = common.allowed_hosts()
     log_level: str = common.log_level()
     log_format: str = common.log_format()
 

@@ -118,7 +118,7 @@ class RouterConfig(Config):
     session_header: str = key(
         HEADER_NAME,
         "x-session-id",
-        "Header whose requests with the same value go to the same engine; without it OpenAI's `user` is used.",
+        "Header whose requests with the same value go to the same engine; else OpenAI's `user`.",
     )
     session_ttl: float = key(
         SECONDS_OR_ZERO, 600.0, "Time that a session stays with its engine without a request, in seconds; 0: none."
@@ -200,11 +200,11 @@ class PickerConfig(RouterConfig):
         32 / 1024,
         "Maximum size of a body that is read for the prompt; a larger one is routed by load. In GiB by default.",
     )
-    allowed_hosts: tuple[str, ...] = common.allowed_hosts("the picker")
+    allowed_hosts: tuple[str, ...] = common.allowed_hosts()
     stop_timeout: float = key(
         SECONDS_OR_ZERO, 5.0, "Time that streams in flight have to finish when the picker is stopped, in seconds."
     )
-    auth_tokens: str = common.auth_tokens("call the picker")
+    auth_tokens: str = common.auth_tokens()
 
     def missing(self) -> Iterator[ConfigError]:
         if not self.engines:
@@ -277,8 +277,7 @@ class ProxyConfig(RouterConfig):
     engines_file: str = key(
         PATH,
         "",
-        "YAML file that lists the engines, and is read again after a change; in place of engines, prefiller_* and "
-        "decoder_*.",
+        "YAML file that lists the engines, and is read again after a change; in place of the other keys for engines.",
     )
     policy: str = key(
         POLICY,
@@ -294,7 +293,7 @@ class ProxyConfig(RouterConfig):
         1024,
         "Maximum number of concurrent requests; further ones are answered 503.",
     )
-    allowed_hosts: tuple[str, ...] = common.allowed_hosts("the proxy")
+    allowed_hosts: tuple[str, ...] = common.allowed_hosts()
     max_connections_per_client: int = common.max_connections_per_client(1024)
     stop_timeout: float = key(
         SECONDS_OR_ZERO, 5.0, "Time that requests in flight have to finish when the proxy is stopped, in seconds."
@@ -308,9 +307,7 @@ class ProxyConfig(RouterConfig):
         "PEM file of the CAs of engines' certificates; if set, prefill and decode engines are called over HTTPS.",
         shown_default="empty: those that the system trusts",
     )
-    auth_tokens: str = common.auth_tokens(
-        "see the proxy's page and metrics and, with a cache_salt_policy, send requests"
-    )
+    auth_tokens: str = common.auth_tokens()
 
     def contradictions(self) -> Iterator[ConfigError]:
         if self.engines_file and self.engines:

@@ -40,8 +40,7 @@ class Page:
         config = self.config(name) | {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
         (application,) = config["applications"]
         application["runtime_env"]["env_vars"]["LMKV_MAX_LOCAL_CPU_SIZE"] = GIGABYTES
-        arguments = application["args"]
-        for llm in arguments.get("llm_configs") or [arguments["prefill_config"], arguments["decode_config"]]:
+        for llm in application["args"]["llm_configs"]:
             llm |= ON_CPU | {"deployment_config": deployment}
             llm["model_loading_config"] |= {"model_source": str(model)}
             llm["engine_kwargs"] |= ENGINE

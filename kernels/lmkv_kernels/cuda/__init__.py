@@ -1,4 +1,4 @@
-"""Copies between KV-cache pages on a CUDA device and chunks in the pool (docs/contribute/cuda.md).
+"""Copies between KV-cache pages on a CUDA device and chunks in the pool (docs/contribute/kernels.md).
 
 Imported only by processes with a GPU. `driver()` raises `NoCuda` with the reason if there is none. Start with
 `copier.CudaCopier`, which does what `lmkv_kernels.gather` and `scatter` do, on streams of its own.

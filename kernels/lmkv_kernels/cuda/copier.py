@@ -1,4 +1,4 @@
-"""Copies between one rank's pages on a device and the pool, on streams of its own (docs/contribute/cuda.md)."""
+"""Copies between one rank's pages on a device and the pool, on streams of its own (docs/contribute/kernels.md)."""
 
 from __future__ import annotations
 

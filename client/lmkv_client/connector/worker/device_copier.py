@@ -1,6 +1,7 @@
 """One rank's copies while its pages are on a CUDA device: begun in a step, done some time later, never waited for.
 
-The worker side calls it where it would call the host's `gather` and `scatter`. docs/contribute/cuda.md draws the order.
+The worker side calls it where it would call the host's `gather` and `scatter`. docs/contribute/kernels.md draws
+the order.
 """
 
 from __future__ import annotations
