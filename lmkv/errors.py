@@ -173,7 +173,7 @@ class RequestTooLarge(Conflict):
 
 
 class ConfigConflict(Conflict):
-    """The node's configuration differs from the one that the engine expects."""
+    """The node's configuration differs from what the engine expects."""
 
 
 class ChunkPinned(Conflict):

@@ -147,7 +147,7 @@ class HintResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedHints:
-    """The actions of one envelope: each is either among the hints or among the rejected ones."""
+    """The actions of one envelope: each is a hint or a rejected action."""
 
     hints: Sequence[Hint] = field(default=())
     rejected: Sequence[HintResult] = field(default=())

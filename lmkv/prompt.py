@@ -37,7 +37,7 @@ from lmkv.keys import (
 from lmkv.spec import ALL, KvSpec
 
 MAX_BEGINNINGS = 256
-"""Chunks that begin as a prompt does of which a lookup considers the ones with the most tokens in common."""
+"""Maximum number of chunks that begin as a prompt does and that a lookup considers, by most tokens in common."""
 MAX_JUMPS = 16
 """Hits that `match` tries one by one before it tries all others at once."""
 

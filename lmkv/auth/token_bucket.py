@@ -9,7 +9,7 @@ BURST_SECONDS = 1.0
 MIN_REFUSALS_PER_SECOND = 100
 """Rate at which refusals are sent to a caller whose own limit is lower, or which has no rate limit."""
 MAX_DELAYED_REFUSALS = 1_000
-"""Refusals of one caller that wait to be sent; further ones are sent at once."""
+"""Maximum number of refusals of one caller that wait to be sent; further refusals are sent at once."""
 
 
 class TokenBucket:

@@ -354,7 +354,7 @@ class NodeConfig(Config):
             yield from unencrypted(self._unencrypted())
 
     def _remote_contradictions(self) -> Iterator[ConfigError]:
-        """What cannot be of the store of `remote_url`."""
+        """An error for each contradiction among the keys of the store."""
         if folder := self.remote_folder:
             if not (self.max_remote_size or self.remote_ttl):
                 yield ConfigError(

@@ -52,7 +52,7 @@ class Pool:
         del anchor  # would keep the memory mapped
         self.closed = False
         self.huge_page_bytes = 0
-        """Size of the reserved huge pages of the pool; 0: it does not use reserved ones."""
+        """Size of the reserved huge pages that the pool uses; 0: none."""
         self.numa_node: int | None = None
         """The preferred NUMA node, if any."""
         # A hint, without effect if huge pages are disabled for shared memory.

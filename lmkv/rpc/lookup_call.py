@@ -25,7 +25,7 @@ from lmkv.v1 import cache_service_pb2 as pb
 BATCH_BYTES = MAX_MESSAGE_BYTES // 2
 """Maximum size of a message of several lookups."""
 MAX_IN_FLIGHT = 256
-"""Maximum number of lookups in flight at one coordinator; further ones wait, and requesters take turns."""
+"""Maximum number of lookups in flight at one coordinator; further lookups wait, and requesters take turns."""
 
 Request = TypeVar("Request", pb.LookupRequest, internal_pb.LookupRequest)
 Response = TypeVar("Response", pb.LookupResponse, internal_pb.LookupResponse)

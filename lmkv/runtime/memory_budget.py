@@ -50,15 +50,15 @@ CALLER_FRACTION = 2
 LONE_FRACTION = 2
 """A request that is alone may take this multiple of the budget: half of the memory that the process may have."""
 SMALL_FRACTION = 64
-"""Small requests of a caller, which together hold up to this part of the budget, wait for no large ones."""
+"""Fraction 1/n of the budget that small requests of one caller may hold together without waiting for large requests."""
 SPARE_FRACTION = 4
-"""Beside requests that take all of the budget, small ones of all callers may hold up to this part of it."""
+"""Fraction 1/n of the budget that small requests of all callers may hold beside requests that take all of it."""
 WAIT_SECONDS = 5.0
 """Longest time that a message waits for its bytes."""
 OVERTAKEN_SECONDS = 0.5
 """A request that has waited this long is overtaken no more, for `RESERVED_SECONDS`: no other large one begins."""
 RESERVED_SECONDS = 1.0
-"""After that, large requests begin again for as long, so that one that can never be served stops no others."""
+"""After that, large requests begin again for as long: a request that can never be served stops no others."""
 _LOOK_SECONDS = 0.05
 TRIM_FROM_BYTES = 32 << 20
 """Bytes that requests must have taken before memory is returned to the system."""
@@ -81,7 +81,7 @@ class MemoryBudget:
         self.held_bytes = 0
         self._held: dict[str, int] = {}
         self._small: dict[str, int] = {}
-        """Bytes that small requests hold, by caller. They do not count against large ones."""
+        """Bytes that small requests hold, by caller. They do not count against large requests."""
         self._small_bytes = 0
         self._idle: dict[str, int] = {}
         """Bytes that waiting large requests hold, by caller. They do not count against the turns of these requests."""
@@ -120,7 +120,7 @@ class MemoryBudget:
 
     @property
     def small_bytes(self) -> int:
-        """The most that a small request holds, and all small ones of a caller together."""
+        """Maximum bytes of one small request, and of all small requests of a caller together."""
         return self.capacity_bytes // SMALL_FRACTION
 
     def passes(self, lease: Lease, size_bytes: int) -> bool:

@@ -61,7 +61,7 @@ class Silence:
 
 
 class Suspicion:
-    """Whether an engine asks its node: one that does not answer is suspect for a while, or until it answers."""
+    """Whether an engine asks its node. A node that does not answer is suspect for a while, or until it answers."""
 
     def __init__(self) -> None:
         self._silence = Silence()

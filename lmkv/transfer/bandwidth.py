@@ -24,7 +24,7 @@ LATE_RATE = float(64 << 20)
 LEAST_BYTES = 1 << 20
 """Smaller reads measure latency rather than bandwidth, and are ignored."""
 MAX_SHARES = 64
-"""Specs whose shares are known; beyond these the one that was not read for longest is forgotten."""
+"""Maximum number of specs whose shares are known; the spec that was not read for longest is forgotten."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

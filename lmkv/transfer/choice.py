@@ -130,13 +130,13 @@ class ChannelChoice:
         self.is_trial = True
 
     def end_trial(self, now: float) -> None:
-        """Ends a trial without a change, or gives up one that is due; the next one is later."""
+        """Ends a trial without a change, or gives up a due trial; the next trial is later."""
         self.is_trial = self._is_due = False
         self._next_trial = now + self._pause_seconds
         self._pause_seconds = min(2 * self._pause_seconds, LAST_PAUSE_SECONDS)
 
     def fail(self, name: str, now: float) -> None:
-        """A read by this channel failed: the next ones use the other channel."""
+        """Records that a read by this channel failed: the next reads use the other channel."""
         if name == self.current:
             if not self.is_trial:
                 self._change_places()

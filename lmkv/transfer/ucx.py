@@ -134,7 +134,7 @@ def request(tag: int, grant_id: str, ranges: Sequence[tuple[int, int]]) -> bytes
 MAX_READERS = 256
 """Connections of readers. Beyond them, those that have not read for the longest time are closed; see `Places`."""
 MAX_STRANGERS = 64
-"""Connections before their hello. Beyond them, the oldest ones are closed: UCX does not report their address."""
+"""Maximum number of connections before their hello. Beyond it, the oldest are closed: UCX reports no addresses."""
 START_SECONDS = 10.0
 THREAD_STOP_SECONDS = 3.0
 STOP_CHECK_MILLISECONDS = 200

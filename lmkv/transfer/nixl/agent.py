@@ -234,7 +234,7 @@ class AgentThread:
         )
 
     def _advance(self, read: Read) -> None:
-        """Advances a read: posts the next batch, or polls the one in flight."""
+        """Advances a read: posts the next batch, or polls the batch in flight."""
         if read.settled_at is not None:
             if read.settled_at <= time.monotonic():
                 self._end(read)

@@ -128,7 +128,7 @@ def shut(connection: socket.socket) -> None:
 MAX_READERS = 256
 """Connections of readers. Beyond them, those that have not read for the longest time are closed; see `Places`."""
 MAX_STRANGERS = 64
-"""Connections before their hello. Beyond them, the oldest ones of the address that has most are closed."""
+"""Maximum number of connections before their hello. Beyond it, the oldest of the address that has most are closed."""
 HELLO_SECONDS = 5.0
 STUCK_SECONDS = 30.0
 """Send timeout after which the connection of a reader is closed."""

@@ -53,9 +53,9 @@ class Coordinator:
         self._config = config
         self.host = config.host
         self.grpc_ports = dict(config.grpc_ports)
-        """The gRPC ports by configuration key; the bound ones once it is entered."""
+        """The gRPC ports by configuration key, as bound once the coordinator is entered."""
         self.http_ports = dict(config.http_ports)
-        """The HTTP ports by configuration key; the bound ones once it is entered."""
+        """The HTTP ports by configuration key, as bound once the coordinator is entered."""
         self._credentials = config.credentials
         self.authenticator = Authenticator(config.auth_tokens)
         """Admits callers, and maps them to tenants."""

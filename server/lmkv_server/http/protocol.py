@@ -202,7 +202,7 @@ class BoundedProtocol(Base):  # type: ignore[misc]  # uvicorn chooses the base c
         self.transport.close()
 
     def _mark(self) -> None:
-        """Marks a request that has started, and one whose body is complete."""
+        """Marks that a request has started, or that its body is complete."""
         if self._begun is not self.cycle:
             self._begun = self.cycle
             self._limiter.began(self)

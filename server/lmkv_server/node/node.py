@@ -349,7 +349,7 @@ class Node:
         await asyncio.get_running_loop().create_future()
 
     def replace(self, reason: str) -> None:
-        """Ends the node in favor of one that an engine starts."""
+        """Ends this node, so that an engine can start its own."""
         logger.info("ending: %s", reason)
         self._replaced.set()
 

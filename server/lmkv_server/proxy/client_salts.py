@@ -47,7 +47,7 @@ class Client:
         return rest | ({HEADER: f"Bearer {self.engine_api_key}"} if self.engine_api_key else {})
 
     def salted(self, path: str, body: Json) -> Json:
-        """The request with the client's salt instead of the one that it sent. Raises `NotAdmitted`."""
+        """The request with the client's derived salt instead of the salt that it sent. Raises `NotAdmitted`."""
         if self.salts is None:
             return body
         wish = _text(body.get(_SALT), _SALT)

@@ -198,7 +198,7 @@ class Engine:
         self._health_timeout_count = 0
 
     def add_health_timeout(self) -> bool:
-        """Records a health check without a response. Returns whether the number of consecutive ones is the limit."""
+        """Records a health check without a response. Returns whether there are too many in a row now."""
         self._health_timeout_count += 1
         return self._health_timeout_count >= MAX_HEALTH_TIMEOUTS
 

@@ -30,8 +30,8 @@ class HandoffParams:
     decode_instance: str
     """The instance of the decode engine's node."""
     prompt_token_count: int | None = None
-    """In a decode: the number of the request's first tokens that the handoff covers; 0 ends the handoff, which no
-    request will load. None in a prefill."""
+    """The number of the request's first tokens that the handoff covers, in a decode; 0 ends a handoff that no request
+    will load. None in a prefill."""
 
     @property
     def is_prefill(self) -> bool:

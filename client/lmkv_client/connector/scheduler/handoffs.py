@@ -21,7 +21,8 @@ QUIET_SECONDS = 10.0
 
 
 class RequestHandoffs:
-    """In a prefill the node sends each chunk when it is committed; the engine reports when no further chunk will be."""
+    """The handoffs of an engine's requests: a prefill's node sends each chunk when it is committed, until the engine
+    reports the last one."""
 
     def __init__(self, config: ConnectorConfig, session: Session[RequestLookup], stores: Stores) -> None:
         self._is_enabled = config.enable_pd

@@ -36,7 +36,7 @@ class PendingStore:
     source: WriteCredits
     """The credits from which its extent was taken."""
     held: HeldPart | None = None
-    """What it is compared with instead of being committed."""
+    """The held chunk with which it is compared, if it is an audit; such a store is not committed."""
     result: StoreResult = field(default_factory=StoreResult)
     """The ranks' reports so far: copies of several megabytes end in a later step, and not all in the same."""
 

@@ -28,9 +28,9 @@ from lmkv.tiers import LAYOUT_TIERS
 from lmkv_kernels import ChunkTable
 
 LOOKED_AT = 2
-"""Chunks that are looked at for each one that is added."""
+"""Number of chunks that are looked at for each added chunk."""
 MAX_LOST = 256
-"""Chunks of a change that are removed at once: some 50 microseconds. Those of larger ones are removed in time."""
+"""Maximum chunks of a change that are removed at once, in some 50 microseconds; others are removed over time."""
 
 
 class PartialChunkMap:

@@ -123,7 +123,7 @@ class InstanceFollower:
     # --- Loading -------------------------------------------------------------------------------------------------
 
     def begin_load(self) -> SnapshotLoad:
-        """Begins a load. The methods below take it, and ignore one that was abandoned."""
+        """Begins a load, which the methods below take. They ignore an abandoned load."""
         self._abandon()
         self.needs_load = False
         self._load = SnapshotLoad()

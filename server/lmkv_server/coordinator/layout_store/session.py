@@ -174,7 +174,7 @@ class LogReader:
 
 CONCURRENT_LOADS = 8
 RETRY_SECONDS = 1.0
-"""Delay of a load after two failed ones in a row."""
+"""Delay of a load after two failed loads in a row."""
 
 
 class SnapshotLoader:

@@ -168,9 +168,9 @@ class FleetHints:
         )
 
     def _choose(self, selections: Sequence[SelectedChunks], instance: Instance, action: HintAction) -> SelectedChunks:
-        """Chooses among the specs of a model name: of those that the instance serves, the one that it holds most of.
+        """Chooses among the specs of a model name: the spec, served by the instance, of which it holds most.
 
-        For a prefetch that is the one of which any instance holds most.
+        For a prefetch it is the spec of which any instance holds most.
         """
         layout, instance_id = self._registry.layout, instance.info.instance_id
         fingerprints = {spec.fingerprint for spec in instance.info.specs}

@@ -124,7 +124,7 @@ def to_proto(operation: Operation) -> operations_pb2.Operation:
 MAX_ENDED = 10_000
 """Ended operations that are kept; the oldest are evicted. As many may be running."""
 MAX_BYTES = 64 << 20
-"""Size of all operations of a tenant; ended ones are evicted, the oldest first."""
+"""Maximum size of all operations of a tenant. Ended operations are evicted, the oldest first."""
 MAX_REQUEST_ID_BYTES = 256
 
 
@@ -201,7 +201,7 @@ class OperationTable:
         return self.used_bytes + size_bytes <= MAX_BYTES
 
     def forget(self, operation: Operation) -> None:
-        """Removes an operation that has ended; one that runs stays."""
+        """Removes an operation if it has ended."""
         if self._ended.pop(operation.name, None):
             del self._ended_since[operation.name]
             self.used_bytes -= self._sizes.pop(operation.name)
@@ -288,7 +288,7 @@ class Operations:
         )
 
     def delete(self, name: str) -> None:
-        """Forgets an operation that has ended; one that runs stays. Raises as `get`."""
+        """Forgets an operation if it has ended. Raises as `get`."""
         self._table.forget(self.get(name))
         self.changed.set()
 

@@ -84,7 +84,7 @@ class FleetPins:
         return _to_proto(instance_id, pin)
 
     async def unpin(self, pin_id: str) -> None:
-        """Ends a pin, or again one that has ended. Raises `PinNotFound`, `Unreachable`, `Full`."""
+        """Ends a pin; is idempotent. Raises `PinNotFound`, `Unreachable`, `Full`."""
         instance_id, _, _ = pin_id.rpartition("/")
         instance = self._registry.instances.find(instance_id)
         if instance is None:

@@ -108,7 +108,7 @@ class FreeList:
         self._add(offset, size)
 
     def end_at(self, offset: int) -> None:
-        """Removes the bytes behind `offset`: free ones at once, taken ones when they are freed."""
+        """Removes the bytes behind `offset`: free bytes at once, others when they are freed."""
         self._end = min(self._end, offset // ALIGNMENT * ALIGNMENT)
         for start in [start for start in self._starts if start + self._sizes[start] > self._end]:
             size = self._remove(start)

@@ -58,7 +58,7 @@ class Record:
         self.bits = int.from_bytes(key[-4:], "big")
         """Bits of the key, by which it belongs to the sample or not."""
         self.uses = uses
-        """Counts uses also while the chunk was evicted: one that is stored again was needed."""
+        """Counts uses also while the chunk was evicted: a chunk that is stored again was needed."""
         self.size = 0
         """The level of the new chunks of the prompt that asked for it last; 0 if there were none or none is known."""
         self.group = 0

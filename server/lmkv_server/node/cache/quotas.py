@@ -12,7 +12,7 @@ from typing import Protocol
 from lmkv.keys import ChunkKey
 
 SCANNED_AT_ONCE = 256
-"""Chunks of an owner that are looked at for one that may be evicted, at most twice, for each chunk that it stores."""
+"""Number of chunks of an owner that are searched, at most twice, for a chunk to evict, whenever it stores one chunk."""
 
 
 class OwnedChunk(Protocol):

@@ -18,7 +18,7 @@ from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
 
 MAX_REPORTS = 1000
-"""Reports of requests that the node keeps, the last ones."""
+"""Maximum number of reports of requests that the node keeps."""
 MAX_REPORT_BYTES = 2048
 """Size of a report that the node keeps: some 50 spans, far more than prompts have."""
 MAX_LISTED = 20

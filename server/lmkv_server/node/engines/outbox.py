@@ -103,7 +103,7 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether the engine does not read its answers: further ones are dropped, and its stream ends."""
+        """Whether the engine does not read its answers: further answers are dropped, and its stream ends."""
         return sum(self._sizes) > MAX_WAITING_BYTES
 
     def put(self, event: pb.Event) -> None:

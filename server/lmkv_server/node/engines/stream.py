@@ -172,7 +172,7 @@ class EngineHost(Protocol):
         """The names under which engines serve have changed, or the version of their weights."""
 
     def replace(self, reason: str) -> None:
-        """Ends the node in favor of one that an engine starts."""
+        """Ends this node, so that an engine can start its own."""
 
     def snapshot(self) -> Iterable[HeldChunk]:
         """Every chunk that the node holds now."""

@@ -189,7 +189,7 @@ class ChecksumVerifier:
 
 
 MAX_TRAFFIC = 1024
-"""Peers whose traffic is counted; beyond these the one with the fewest bytes is dropped."""
+"""Maximum number of peers whose traffic is counted; the peer with the fewest bytes is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,7 +66,7 @@ MAX_LOOKUP_KEYS = 32_768
 IDLE_SECONDS = 30.0
 """A call without lookups ends after this time."""
 LATE_SHARE = 0.9
-"""Share of its time after which a lookup that fails had no answer in time; one that fails sooner cannot be answered."""
+"""Share of its time after which a failed lookup counts as late; a lookup that fails sooner cannot be answered."""
 UNARY_SECONDS = 10.0
 """After a failure on the stream each lookup is a call of its own for this time: a coordinator delays refusals. On a
 stream, that also delays the lookups behind them; and only a call has a deadline that the coordinator knows."""

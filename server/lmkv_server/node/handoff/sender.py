@@ -67,7 +67,7 @@ class LentChunks:
     grant_id: str
     """A secret that gives the right to read: send it to that peer only."""
     copies: Mapping[Chunk, EncodedCopy]
-    """What it reads in place of chunks."""
+    """The encoded copies that it reads in place of chunks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +111,7 @@ class HandoffSender:
             self._changed.set()
 
     def end(self) -> None:
-        """No further chunk will be committed: `run` returns when the committed ones are sent."""
+        """Marks that no further chunk will be committed: `run` returns when all committed chunks are sent."""
         self._ended.set()
         self._changed.set()
 

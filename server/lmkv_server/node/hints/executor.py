@@ -47,7 +47,7 @@ class BackgroundTasks:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more hints of the one that requests this may start work."""
+        """Whether no more hints of this requester may start work."""
         try:
             self._tasks.check(requester.get())
         except Full:

@@ -22,7 +22,7 @@ from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, deadline
 MIN_GAIN_TOKENS = 16
 """A tail is brought into the pool only if it has this many tokens more than the best one that is nearer."""
 MAX_CANDIDATES = 1024
-"""Most tails that a tier is asked for, the longest ones."""
+"""Maximum number of tails that a tier is asked for, the longest first."""
 POOL = 0
 """The source of items in the pool; tiers have the numbers from 1 on, in the order in which they were asked."""
 ABSENT = 255
@@ -256,7 +256,7 @@ class PromptLookup:
         return grid.absent(present.chunk_count)
 
     def _choose(self, grid: _Grid, tokens_per_second: float) -> None:
-        """Leaves out the tiers behind the last one that saves time."""
+        """Leaves out the tiers behind the last tier that saves time."""
         if tokens_per_second <= 0:
             return
         best, best_hit, saved = 0, Hit(), float("-inf")

@@ -79,7 +79,7 @@ class PeerConnection:
         self.bandwidth = Bandwidth()
         """Measured by reads from it."""
         self.shares = MovedShares()
-        """What such reads move."""
+        """The bytes that reads from it move, by spec."""
         self._origins: dict[bytes, Origin] = {}
         """The origin of chunks that are read from it, by the fingerprint of their spec."""
         self._session_id = ""

@@ -21,7 +21,7 @@ from lmkv_server.node.peers.connection import FULL_SECONDS, MAX_GRANTS
 
 _NO_COPIES: Mapping[Chunk, EncodedCopy] = {}
 MAX_SESSIONS = 4096
-"""Most sessions that one identity may have; beyond these the one that was not used for longest is dropped."""
+"""Maximum number of sessions of one identity; the session that was not used for longest is dropped."""
 MAX_INSTANCE_SESSIONS = 16
 """Most sessions of one identity that name the same instance, likewise: an instance uses one, and none of those that it
 opened before a restart."""

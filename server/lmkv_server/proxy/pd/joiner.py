@@ -46,7 +46,7 @@ class ResponseJoiner:
             raise CannotContinue(f"its response has no {error}") from None
         _check_finish_reason(self._finish_reason)
         self.delivered = list(self._ids)
-        """Tokens that the client has, up to the last one that ends with a complete character."""
+        """Tokens that the client has, up to the last token that ends with a complete character."""
         self._pending: list[int] = []
         self._base_count = len(self._ids)
         self._usage_is_sent = False

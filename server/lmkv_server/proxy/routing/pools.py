@@ -20,7 +20,7 @@ from lmkv_server.proxy.engine import PREFILL, Engine
 TTL_SECONDS = 30.0
 """Time after which the layout map has what an engine stored; a request may also have failed."""
 MAX_KEYS = 500_000
-"""Keys that are kept, about 60 MB. More replace the oldest ones."""
+"""Maximum number of keys that are kept, about 60 MB. New keys replace the oldest."""
 
 
 class RecentPicks:
