@@ -20,7 +20,7 @@ MAX_CHARACTERS = 256
 """Characters of a name, and of a value; a longer value is its digest."""
 
 MAX_WRITERS = 4
-"""Engines of one spec with different inputs whose inputs a node remembers, and sends to a peer: the latest ones."""
+"""Maximum number of engines of one spec, with different inputs, whose inputs a node remembers and sends to a peer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

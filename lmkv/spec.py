@@ -124,7 +124,7 @@ class KvPart:
         return first // self.block_size * self.block_size if self.block_size else first
 
     def kept_tokens(self, token_count: int) -> int:
-        """Tokens of a chunk of `token_count` tokens that its extent has: the last ones."""
+        """Number of tokens, the last of a chunk of `token_count` tokens, that its extent has."""
         return token_count - self.first_kept(token_count)
 
     def size_bytes(self, token_count: int) -> int:

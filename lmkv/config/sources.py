@@ -140,7 +140,7 @@ def _strict_loader() -> type[yaml.SafeLoader]:
 
 
 def _is_bounded(content: object) -> bool:
-    """Whether content has at most `MAX_VALUES` values; one that several aliases name counts each time."""
+    """Whether content has at most `MAX_VALUES` values; a value that several aliases name counts each time."""
     pending, count = [content], 0
     while pending and count <= MAX_VALUES:
         value = pending.pop()

@@ -61,7 +61,7 @@ def _unpack(detail: any_pb2.Any, info: error_details_pb2.ErrorInfo) -> bool:
 
 
 def from_rpc_error(error: grpc.RpcError) -> LmkvError:
-    """The error of a failed call: the one that the server returned, else `Unreachable` or a plain `LmkvError`."""
+    """The error of a failed call: as the server returned it, else `Unreachable` or a plain `LmkvError`."""
     try:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]
     except ValueError:  # the status in the trailers contradicts the call's own

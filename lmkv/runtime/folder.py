@@ -174,7 +174,7 @@ class Folder:
 
 
 def _walk(path: Path, key: str, mode: int | None) -> int:
-    """Opens a folder that others may own, following links of root and of this user. Missing ones are made."""
+    """Opens a folder that others may own, following links of root and of this user. Missing folders are made."""
     at = Folder(os.open("/", _ENTER), Path("/"), key)
     left = [*reversed(path.parts[1:])]
     links = 0

@@ -1,4 +1,4 @@
-"""The transfer channels of a node, and the one that is used for each peer (docs/contribute/transfer.md)."""
+"""The transfer channels of a node, and which of them is used for each peer (docs/contribute/transfer.md)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ GetMetadata = Callable[[str], Awaitable[bytes]]
 
 
 class Channels:
-    """The channels of one node, and the one that is used for each peer. All methods are called on one event loop."""
+    """The channels of one node, and which of them is used for each peer. All methods are called on one event loop."""
 
     def __init__(self, transfer_channel: str, end: ChannelEnd, links: Collection[str] | None = None) -> None:
         """`links` are those of this host; None: those that are found."""

@@ -417,7 +417,7 @@ class _UcxPeer:
             self.idle.append(connection)
 
     def forget(self) -> None:
-        """Closes idle connections now, and busy ones after their read."""
+        """Closes idle connections now, and busy connections after their read."""
         self._forgotten = True
         while self.idle:
             self.idle.pop().close()

@@ -193,7 +193,7 @@ class _TcpPeer:
         asyncio.get_running_loop().add_reader(connection.socket, self._drop, connection)
 
     def forget(self) -> None:
-        """Closes idle connections now, and busy ones after their read."""
+        """Closes idle connections now, and busy connections after their read."""
         self._forgotten = True
         while connection := self.take():
             connection.close()

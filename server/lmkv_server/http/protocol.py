@@ -64,7 +64,7 @@ class ConnectionLimiter:
         return len(self._connections)
 
     def opened(self, connection: LimitedConnection) -> None:
-        """Adds an accepted connection. Beyond a limit, closes the one that has waited longest."""
+        """Adds an accepted connection. Beyond a limit, closes the connection that has waited longest."""
         try:
             self._end(self._connections.take(connection, connection.address, waits=True))
         except Full:

@@ -144,7 +144,7 @@ def _pointer(path: Iterable[str | int]) -> str:
 
 
 def _engine(pod: Object) -> int:
-    """Index of the container with vLLM: the one that is named, the only one, or the only one that mentions vLLM."""
+    """Index of the container with vLLM: the named container, the only container, or the only one that mentions vLLM."""
     containers: Sequence[Object] = pod["spec"]["containers"]
     names = [container["name"] for container in containers]
     named = (pod["metadata"].get("annotations") or {}).get(CONTAINER_ANNOTATION)

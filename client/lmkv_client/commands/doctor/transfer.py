@@ -56,7 +56,7 @@ def check_transfer(config: NodeConfig) -> Iterator[Finding]:
 
 
 def check_library(config: NodeConfig) -> Iterator[Finding]:
-    """Whether the one channel that is configured starts, if it is a library's; with `auto` another one is used."""
+    """Whether the one channel that is configured starts, if it is a library's; with `auto` another channel is used."""
     if config.enable_p2p and config.transfer_channel not in (AUTO, *OWN_NAMES):
         yield from check_transfer(config)
 

@@ -234,7 +234,7 @@ class Instances:
             raise self._in_use(known)
 
     def named(self, instance_id: str, field: str) -> Instance:
-        """The instance that a request's field names. Raises `InstanceNotFound`, which lists the registered ones."""
+        """The instance that a request's field names. Raises `InstanceNotFound`, which lists those registered."""
         known = self._by_id.get(instance_id)
         if known is None:
             shown = instance_id[:MAX_SHOWN]

@@ -308,7 +308,7 @@ class _Handlers:
         return await call(handler, request)
 
     async def _instances(self, instance_id: str = "") -> list[registry_pb.Instance]:
-        """All instances, or the one with this id. Raises `InstanceNotFound`."""
+        """All instances, or the instance with this id. Raises `InstanceNotFound`."""
         if instance_id:
             self._services.core.instances.named(instance_id, "instance_id")
         found: list[registry_pb.Instance] = []

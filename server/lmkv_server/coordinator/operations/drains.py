@@ -226,7 +226,7 @@ class _Drain:
             await asyncio.sleep(0)
 
     async def _copy(self, fingerprint: bytes, keys: bytes, operation: Operation) -> None:
-        """Copies a batch to the first destination, and what that has no room for to the next ones."""
+        """Copies a batch to the first destination, and what that has no room for to the next destinations."""
         destinations = self.destinations(fingerprint)
         for destination in destinations:
             if (destination.info.instance_id, fingerprint) in self._refusals:

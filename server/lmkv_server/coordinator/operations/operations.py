@@ -138,7 +138,7 @@ def kind_of(request: Request) -> str:
 class OperationTable:
     """Operations by name and by request id.
 
-    Ended ones are kept for `ttl_seconds` by the monotonic clock: a jump of the wall clock loses none.
+    Ended operations are kept for `ttl_seconds` by the monotonic clock: a jump of the wall clock loses none.
     """
 
     def __init__(self, ttl_seconds: float) -> None:
@@ -239,7 +239,7 @@ class Work(Protocol):
 
 
 class Operations:
-    """All operations of one tenant that this coordinator has started. Ended ones are kept for `ttl_seconds`."""
+    """All operations of one tenant that this coordinator has started. Ended operations are kept for `ttl_seconds`."""
 
     def __init__(self, ttl_seconds: float) -> None:
         self.ttl_seconds = ttl_seconds

@@ -99,7 +99,7 @@ class PendingOrders:
     # --- Streams -------------------------------------------------------------------------------------------------
 
     def connect(self, instance_id: str, send: SendOrder) -> None:
-        """The instance opened a stream: sends its pending orders, and all later ones."""
+        """The instance opened a stream: sends its pending orders, and all later orders."""
         queue = self._queues.setdefault(instance_id, _OrderQueue())
         queue.send = send
         for pending in queue.pending.values():

@@ -169,7 +169,7 @@ class SharedOperations:
         return operations[0]
 
     async def newest_first(self) -> list[Operation]:
-        """The operations of all coordinators, by start time. Lost ones have ended with `OperationNotFound`."""
+        """The operations of all coordinators, by start time. Lost operations have ended with `OperationNotFound`."""
         own = self._own.newest_first()
         names = {operation.name for operation in own}
         others = [operation for operation in await self._read() if operation.name not in names]

@@ -252,7 +252,7 @@ class Registry:
             publication.close()
 
     def stop_sharing(self) -> None:
-        """Stops publishing and following all instances. Chunks of followed ones stay, but may be out of date."""
+        """Stops publishing and following all instances. Chunks of followed instances stay, but may be out of date."""
         for instance_id in list(self.publications):
             self.unpublish(instance_id)
         for instance_id, follower in list(self.followers.items()):

@@ -45,7 +45,7 @@ SLICE_TOKENS = 65_536
 MAX_SELECTED_KEYS = 2 * MAX_KEYS
 """Keys that one request may need: all parts of its chunks, by tokens under all specs of its model. 2 MiB."""
 MAX_NAMESPACES = 16
-"""Specs and adapters of one name that a lookup covers, the last registered ones."""
+"""Maximum number of specs and adapters of one name that a lookup covers: those registered last."""
 SHORT_KEYS = 4096
 """Requests with at most this many keys are computed without a pause: about a millisecond."""
 READ_AT_ONCE = 32_768

@@ -34,7 +34,7 @@ from lmkv_server.coordinator.services.lookups import LookupAnswers, answers
 
 
 class FleetOperations:
-    """The operations of one tenant's fleet. Ended ones are kept for `operation_ttl` seconds."""
+    """The operations of one tenant's fleet. Ended operations are kept for `operation_ttl` seconds."""
 
     def __init__(self, registry: Registry, selector: Selector, orders: PendingOrders, *, operation_ttl: float) -> None:
         self.table = Operations(operation_ttl)

@@ -87,7 +87,7 @@ class ReportOutbox:
 MAX_WRONG_REPORTS = 20
 """Reports of wrong chunks that one instance may make in a minute: an honest one stops to serve a spec before."""
 MAX_REPORTERS = 4096
-"""Instances of which the times of such reports are kept, the latest ones."""
+"""Maximum number of instances of which the times of such reports are kept."""
 
 
 class WrongReports:
@@ -212,7 +212,7 @@ class ReportService(pb_grpc.ReportServiceServicer):
         return self._registry.open_stream(instance_id, epoch, time.monotonic(), publication)
 
     def resync(self, reason: str, instance_id: str = "") -> None:
-        """Ends the report streams of one instance, or of all: they register again and open new ones."""
+        """Ends the report streams of one instance, or of all: they register again and open new streams."""
         outboxes = [self._outboxes.get(instance_id)] if instance_id else list(self._outboxes.values())
         for outbox in outboxes:
             if outbox is not None:

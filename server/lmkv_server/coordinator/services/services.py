@@ -79,7 +79,7 @@ class Services:
         self.operations = OperationsService(self.fleet_operations.table, self._shared_operations)
 
     def resync(self, reason: str, instance_id: str = "") -> None:
-        """Ends the report streams of one instance, or of all: they register again and open new ones."""
+        """Ends the report streams of one instance, or of all: they register again and open new streams."""
         self.reports.resync(reason, instance_id)
 
     async def aclose(self) -> None:

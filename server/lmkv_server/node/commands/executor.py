@@ -338,7 +338,7 @@ class OrderExecutor:
         progress.count(pin.kept)
 
     def unpin(self, order: pb.UnpinOrder, progress: OrderProgress) -> None:
-        """Ends a pin, or again one that has ended. Raises `PinNotFound`."""
+        """Ends a pin; is idempotent. Raises `PinNotFound`."""
         pin = self._pins.unpin(order.pin_id)
         progress.count(pin.kept if pin else ())
 

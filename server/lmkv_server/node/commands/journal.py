@@ -38,7 +38,7 @@ class OrderJournal(Generic[Outcome]):
         """The coordinators that have not acknowledged the outcome of each ended order, by its id."""
 
     def begin(self, order_id: str, coordinator: str) -> bool:
-        """Whether the order is new, and must be executed. The outcome of one that has ended is due again."""
+        """Whether the order is new, and must be executed. The outcome of an ended order is due again."""
         if order_id in self._ended:
             self._unacknowledged.setdefault(order_id, set()).add(coordinator)
             return False

@@ -237,7 +237,7 @@ class EngineLookups:
         self._outbox.put(pb.Event(granted=granted))
 
     def _grant(self, counts: Sequence[int], settled: Sequence[int] = ()) -> pb.GrantedCredits:
-        """Grants up to `counts` write credits, by part, and settles `settled` or as many requested ones."""
+        """Grants up to `counts` write credits, by part, and settles `settled` or as many requested credits."""
         granted = pb.GrantedCredits(settled_counts=[max(0, count) for count in settled or counts])
         for part, count in enumerate(counts):
             for reserved in self._session.reserve(count, part) if count > 0 else ():

@@ -34,7 +34,7 @@ from lmkv_server.node.tiers.base import Progress
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
-"""Approximate size of one read: while one piece is verified, the next ones are read."""
+"""Approximate size of one read: while one piece is verified, the next pieces are read."""
 READS_AHEAD = 2
 READ_SECONDS = 10.0
 """A read that takes longer has failed."""

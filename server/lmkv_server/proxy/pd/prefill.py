@@ -52,7 +52,7 @@ class CompletionRequest:
         return bool(self.body.get("stream"))
 
     async def encode(self, body: Json) -> Encoded:
-        """The body that an engine receives, made of the client's. A large one that differs waits for its turn."""
+        """The body that an engine receives, made of the client's. A large body that differs waits for its turn."""
         if self.sent and body == self.body:  # values are the same objects: they are not compared
             return self.sent
         async with turns.of_loop().take(self.caller, self.size_bytes):

@@ -87,7 +87,7 @@ class EarlyLookup:
         self._task: asyncio.Task[None] | None = None
 
     def add(self, tokens: NDArray[np.uint32], *, is_last: bool) -> None:
-        """Takes the next tokens of the prompt. Unless they are its last ones, begins a lookup of all if that is due."""
+        """Takes the next tokens of the prompt. Unless they are its last, begins a lookup of all tokens if it is due."""
         self.chains.add(tokens)
         if not is_last and not self._lookup.failures.is_failing and (due := self._take_due()):
             self._task = asyncio.create_task(self._look_up(due), name="lmkv-early-lookup")

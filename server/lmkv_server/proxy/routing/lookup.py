@@ -63,7 +63,7 @@ class RoutingCounters(Protocol):
 
 
 class LookupFailures:
-    """Counts lookups that fail, and logs once after `WARN_FAILURES` consecutive ones."""
+    """Counts lookups that fail, and logs once after `WARN_FAILURES` consecutive failures."""
 
     def __init__(self, log: logging.Logger, counters: RoutingCounters) -> None:
         self._counters = counters

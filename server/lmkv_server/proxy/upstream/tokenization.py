@@ -27,7 +27,7 @@ FOR_CHAT: Final = (
 FOR_TEMPLATE: Final = ("documents", "reasoning_effort")
 """Parameters of a chat that vLLM passes to the chat template."""
 _UNSET: Final = (None, "auto")
-"""Values that vLLM takes for missing ones when it merges arguments of chat templates."""
+"""Values that vLLM takes as missing when it merges arguments of chat templates."""
 _BILLING = "x-anthropic-billing-header"
 """Begins a text that vLLM removes, since it differs in each request."""
 _UNFINISHED = ("in_progress", "incomplete")

@@ -178,7 +178,7 @@ class DiskTier(BackendTier[DiskChunk]):
         super().__init__(NAME, self.volumes, cache, encryption, quota_bytes, codec)
 
     async def __aenter__(self) -> Self:
-        """Opens the folders. Raises `ConfigError` for one that another user could have planted."""
+        """Opens the folders. Raises `ConfigError` for a folder that another user could have planted."""
         await super().__aenter__()
         if refusal := next((volume.folder.refusal for volume in self.volumes if volume.folder.refusal), None):
             await self.aclose()

@@ -335,7 +335,7 @@ class StoreBackend:
             self._tier.quotas.use([written])
 
     async def sizes(self, names: Sequence[str], seconds: float) -> list[int]:
-        """Sizes of objects, 0 of absent ones; empty if the store fails or does not answer in time."""
+        """Sizes of objects, 0 of absent objects; empty if the store fails or does not answer in time."""
         try:
             return await self.health.run_within(seconds, "lookup", self._store.sizes, names) or []
         except OSError as error:

@@ -58,7 +58,7 @@ class RemoteStore(Protocol):
         """Stores the parts as one object; False if there is one of that name already, which stays."""
 
     def remove(self, names: Sequence[str]) -> None:
-        """Removes objects; absent ones are ignored."""
+        """Removes objects; absent objects are ignored."""
 
     def names(self, prefix: str) -> Iterator[list[str]]:
         """Names that begin with `prefix`, in pages. Those that are stored or removed meanwhile may be missing."""

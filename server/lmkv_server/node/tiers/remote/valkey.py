@@ -129,7 +129,7 @@ class ValkeyStore:
         return self._pool.connection_class(**self._pool.connection_kwargs)
 
     def _idle_connection(self) -> Connection | None:
-        """An open connection. Servers close idle ones."""
+        """An open connection. Servers close idle connections."""
         while True:
             try:
                 connection = self._idle.pop()
