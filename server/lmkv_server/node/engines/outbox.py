@@ -88,7 +88,7 @@ EVENT_FRAMING_BYTES = 5
 
 
 class Outbox:
-    """A queue of events, merged into messages until the stream takes them: a busy stream sends fewer and larger."""
+    """A queue of events, merged until the stream takes them: a busy stream sends fewer, larger messages."""
 
     def __init__(self, changes: ChangeFeed | None = None) -> None:
         """`changes` are sent with the answers; None if the engine does not want them."""
