@@ -168,7 +168,7 @@ async def test_handoffs_are_encoded_as_fetches_are(channel: str, codec: str) -> 
 
 
 @EXACT_PAIRS
-async def test_otherwise_they_are_handed_over_exactly(pair: Pair) -> None:
+async def test_otherwise_they_are_handed_off_exactly(pair: Pair) -> None:
     prefills = parts("owner", pair.owner, pair.spec, channel=pair.channel)
     decodes = parts("reader", pair.reader, pair.spec, channel=pair.channel)
     async with prefills as prefill, decodes as decode:
