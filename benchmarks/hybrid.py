@@ -89,7 +89,6 @@ def measure_architecture(run: BenchmarkRun, name: str, model: Path) -> None:
     prompts = [new.make(PROMPT_TOKENS) for _ in range(run.args.rounds or (2 if run.quick else 5))]
     run.say(f"{name}: starting two engines, {architecture.dtype}; half a minute or more")
     settings = engines.PATIENCE | engines.pool_setting(POOL_BYTES) | {"LMKV_CHUNK_SIZE": str(architecture.chunk_size)}
-    settings["LMKV_REFUSE_SLOW_FETCHES"] = "false"  # tiny models compute fast
     options: dict[str, Any] = {"dtype": architecture.dtype, "context_tokens": engines.context_for(PROMPT_TOKENS)}
     with Cluster(run.folder, model, logs=run.logs, settings=settings) as cluster:
         for engine_name in (f"{name}-1", f"{name}-2"):

@@ -2,7 +2,8 @@
 
 Bytes are those that move: codecs make them fewer than those of the chunks (`MovedShares`).
 
-Unknown values are None, never estimates. Because measurements expire, a peer that was slow is tried again.
+Unknown values are None, never estimates. Because measurements expire, a peer that was slow is tried again. Few small
+reads tell little: one that a busy machine delays would make a source slow for all.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ LEAST_BYTES = 1 << 20
 """Smaller reads measure latency rather than bandwidth, and are ignored."""
 MAX_SHARES = 64
 """Maximum number of specs whose shares are known; the spec that was not read for longest is forgotten."""
+LEAST_READS, LEAST_MEASURED_BYTES = 3, 16 << 20
+"""Reads, or bytes of them, that say how long another one takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,8 @@ class Bandwidth:
     def __init__(self) -> None:
         self._bytes = 0.0
         self._seconds = 0.0
+        self._reads = 0.0
+        """Reads since the measurements expired; those that end together count as one."""
         self._latency_seconds = 0.0
         self._read_at = self._answered_at = self._busy_until = float("-inf")
         self._connected = False
@@ -79,6 +84,7 @@ class Bandwidth:
         weight = DECAY**share if now < self._read_at + EXPIRY_SECONDS else 0.0
         self._bytes = weight * self._bytes + size_bytes
         self._seconds = weight * self._seconds + seconds
+        self._reads = share + (self._reads if weight else 0.0)
         self._read_at = now
 
     def record_response(self, seconds: float, now: float) -> None:
@@ -108,7 +114,9 @@ class Bandwidth:
     def seconds(self, size_bytes: float, now: float) -> float | None:
         """Expected duration of a read of `size_bytes`, what is queued before it included; None if unknown."""
         rate = self.rate(now)
-        return None if rate is None else self.latency_seconds(now) + size_bytes / rate
+        if rate is None or (self._reads < LEAST_READS and self._bytes < LEAST_MEASURED_BYTES):
+            return None
+        return self.latency_seconds(now) + size_bytes / rate
 
 
 class MovedShares:

@@ -13,6 +13,9 @@ KEPT = 0.8
 DOUBT = 0.9
 """Each refused load lowers the expected time by this factor, so that a load is tried and measured again some time."""
 
+LITTLE_SPREAD = 0.01
+"""Squared variation of sizes at which the measured loads tell half of what a token takes."""
+
 
 MAX_STEPS = 8
 """Most planned steps that have not ended; vLLM plans one or two ahead."""
@@ -156,10 +159,13 @@ def is_too_late(
 class LoadTimes:
     """The time of a load: a part that every load takes, and a part for each token, fitted to the measured loads.
 
-    Loads of one size say nothing about the first part: it is taken for zero, so that smaller loads are tried.
+    The first load connects and maps memory: it is not measured. Loads of nearly one size do not tell the two parts
+    apart. Then loads of other sizes are expected to be as fast as they can be, so that they are tried: larger ones take
+    as long as those, and smaller ones as much less as they are smaller.
     """
 
     def __init__(self) -> None:
+        self._is_connected = False
         self._count = 0.0
         self._tokens = 0.0
         self._seconds = 0.0
@@ -168,6 +174,9 @@ class LoadTimes:
 
     def add(self, token_count: int, seconds: float) -> None:
         """Records a load that has ended."""
+        if not self._is_connected:
+            self._is_connected = True
+            return
         self._count = KEPT * self._count + 1
         self._tokens = KEPT * self._tokens + token_count
         self._seconds = KEPT * self._seconds + seconds
@@ -183,14 +192,16 @@ class LoadTimes:
         """The expected time of a load; 0 if none has been measured, or nothing is loaded."""
         if not self._tokens or not token_count:
             return 0.0
-        mean = self._seconds / self._tokens
-        spread = self._count * self._squared_tokens - self._tokens**2
-        slope = mean
-        if spread > 1e-6 * self._tokens**2:
+        proportional = self._seconds / self._tokens
+        spread = max(0.0, self._count * self._squared_tokens - self._tokens**2)
+        slope = 0.0
+        if spread:
             slope = (self._count * self._products - self._tokens * self._seconds) / spread
-            slope = min(max(slope, 0.0), mean)
-        fixed = (self._seconds - slope * self._tokens) / self._count
-        return fixed + slope * token_count
+        slope = min(max(slope, 0.0), proportional)
+        larger_by = token_count - self._tokens / self._count
+        known = spread / (spread + LITTLE_SPREAD * self._tokens**2)
+        slope = known * slope + (1 - known) * (0.0 if larger_by > 0 else proportional)
+        return self._seconds / self._count + slope * larger_by
 
 
 class LoadCosts:

@@ -13,6 +13,8 @@ from lmkv.transfer.bandwidth import (
     LATE_LEAST_SECONDS,
     LATE_RATE,
     LEAST_BYTES,
+    LEAST_MEASURED_BYTES,
+    LEAST_READS,
     MAX_SHARES,
     Bandwidth,
     MovedShares,
@@ -57,6 +59,20 @@ def test_an_answer_is_late_after_several_times_what_was_measured_however_old_tha
 
 def test_what_a_transfer_takes_is_the_answer_and_then_its_bytes() -> None:
     assert known(1e9, 0.002).seconds(500_000_000, 1.0) == pytest.approx(0.502)
+
+
+def test_few_small_reads_say_nothing_of_another_one() -> None:
+    bandwidth = Bandwidth()
+    bandwidth.record_read(LEAST_BYTES, 1.0, 0.0)
+    for _ in range(1, LEAST_READS):
+        bandwidth.record_read(LEAST_BYTES, 0.3, 0.0)  # the machine was busy
+        assert bandwidth.seconds(32 * LEAST_BYTES, 0.0) is None
+    bandwidth.record_read(LEAST_BYTES, 0.3, 0.0)
+    assert bandwidth.seconds(32 * LEAST_BYTES, 0.0) == pytest.approx(9.6)
+    bandwidth.record_read(LEAST_BYTES, 0.3, EXPIRY_SECONDS)
+    assert bandwidth.seconds(32 * LEAST_BYTES, EXPIRY_SECONDS) is None, "what was measured before has expired"
+    bandwidth.record_read(LEAST_MEASURED_BYTES, 4.8, EXPIRY_SECONDS)
+    assert bandwidth.seconds(32 * LEAST_BYTES, EXPIRY_SECONDS) == pytest.approx(9.6), "one that is large is enough"
 
 
 def test_a_measurement_that_nothing_renews_is_forgotten() -> None:

@@ -58,8 +58,10 @@ class LoadState:
         self.is_abandoned = False
         """Whether its rest is computed because that is faster than to wait for it."""
         self.arrived_tokens = 0
+        self._awaited_count = 0
+        """Items that were not there at the beginning."""
         self._first_arrival: tuple[float, int] | None = None
-        """When the first chunks arrived that were not there at the beginning, and the tokens that were there then."""
+        """When the first of these arrived, and how many they were."""
         self.final_sent = False
         self.copied = LoadResult()
         """The summed results of the ranks that are done."""
@@ -89,15 +91,34 @@ class LoadState:
                 self._ready[index] = copies, chunk
                 self.arrived_tokens += self.items.token_count(index, chunk)
 
+    def begin_wait(self) -> None:
+        """What is missing now is fetched: the pace of the load is that of these items."""
+        self._awaited_count = len(self._missing)
+
     def note_arrival(self, now: float) -> None:
         """Begins to measure the pace of arrivals."""
-        self._first_arrival = self._first_arrival or (now, self.arrived_tokens)
+        self._first_arrival = self._first_arrival or (now, self._fetched_count)
 
-    def steady_seconds(self, now: float) -> float:
-        """The expected seconds until the rest is there, by the pace since the first arrival; 0 if that is not known."""
-        first_at, first_count = self._first_arrival or (now, self.arrived_tokens)
-        count = self.arrived_tokens - first_count
-        return seconds_left(now - first_at, count, self.token_count - self.arrived_tokens) if count else 0.0
+    @property
+    def tokens_to_compute(self) -> int:
+        """The tokens that are computed if nothing more is waited for."""
+        return self.token_count - (0 if self.items.all_or_none else self.arrived_tokens)
+
+    def seconds_left(self, now: float) -> float:
+        """The expected seconds until the rest is there."""
+        return seconds_left(now - self.started_at, self._fetched_count, len(self._missing))
+
+    def is_too_late(self, now: float, computing_seconds: float) -> bool:
+        """Whether `tokens_to_compute`, which costs `computing_seconds`, is better than to wait."""
+        first_at, first_count = self._first_arrival or (now, self._fetched_count)
+        count, missing_count = self._fetched_count - first_count, len(self._missing)
+        steady_seconds = seconds_left(now - first_at, count, missing_count) if count else 0.0
+        waited_seconds = now - self.started_at
+        return is_too_late(waited_seconds, self._fetched_count, missing_count, computing_seconds, steady_seconds)
+
+    @property
+    def _fetched_count(self) -> int:
+        return self._awaited_count - len(self._missing)
 
     def tokens_by_tier(self, token_count: int) -> dict[str, int]:
         """Counts the load's first `token_count` tokens, which arrive first, by the tier that had them at the lookup."""
@@ -232,6 +253,7 @@ class Loads:
         if lookup.state is not LookupState.FOUND:  # the node was lost since the match
             load_state.close()
         elif load_state.waits:
+            load_state.begin_wait()
             wanted = load_state.items.wanted
             first = max(len(lookup.chunks), wanted.start)
             traceparent = load_state.span.traceparent
@@ -303,18 +325,14 @@ class Loads:
         lookup = load_state.lookup
         if not self._config.refuse_slow_fetches or load_state.sync or lookup.handoff_id:
             return False
-        missing_count = load_state.token_count - load_state.arrived_tokens
-        seconds = self._session.computing_seconds(load_state.request_id, missing_count, now)
-        waited_seconds = now - load_state.started_at
-        steady_seconds, arrived_count = load_state.steady_seconds(now), load_state.arrived_tokens
-        return seconds > 0 and is_too_late(waited_seconds, arrived_count, missing_count, seconds, steady_seconds)
+        seconds = self._session.computing_seconds(load_state.request_id, load_state.tokens_to_compute, now)
+        return seconds > 0 and load_state.is_too_late(now, seconds)
 
     def _abandon(self, load_state: LoadState, now: float) -> None:
         """Ends the wait of a load, and records the time that it would have taken: the next one is judged by it."""
-        waited, arrived = now - load_state.started_at, load_state.arrived_tokens
-        missing_count = load_state.token_count - arrived
-        self.costs.fetched.add(load_state.token_count, waited + seconds_left(waited, arrived, missing_count))
-        self._session.counters.add("abandoned_tokens", missing_count)
+        seconds = now - load_state.started_at + load_state.seconds_left(now)
+        self.costs.fetched.add(load_state.token_count, seconds)
+        self._session.counters.add("abandoned_tokens", load_state.tokens_to_compute)
         load_state.abandon()
 
     def _measure(self, load_state: LoadState, loaded: LoadResult) -> None:

@@ -146,10 +146,11 @@ def test_loads_beside_other_requests_are_not_measured(make_engine: MakeEngine) -
     engine.add("other", [7] * 20, output=50)
     engine.serve("a", PROMPT)
     own = engine.side._loads.costs.own
-    assert own.seconds(CHUNK) == 0
     engine.run()
-    forget_pages(engine)
-    engine.serve("b", PROMPT)
+    for name in ("connects", "measured"):
+        assert own.seconds(CHUNK) == 0
+        forget_pages(engine)
+        engine.serve(name, PROMPT)
     assert own.seconds(CHUNK) > 0
     engine.check_nothing_is_left()
 
@@ -313,7 +314,11 @@ def waiting(engine: SimulatedEngine) -> SimulatedEngine:
 def test_a_fetch_that_is_silent_for_as_long_as_computing_takes_is_abandoned_and_judges_the_next_one(
     make_engine: MakeEngine, asynchronous: bool
 ) -> None:
-    engine = waiting(with_peer(make_engine(enable_async_loading=asynchronous, refuse_slow_fetches=True)))
+    engine = with_peer(make_engine(enable_async_loading=asynchronous, refuse_slow_fetches=True))
+    engine.serve("connects", PROMPT)
+    forget_pages(engine)
+    engine.node.move_to_peer()
+    waiting(engine)
     computing = engine.side._session.computing_seconds("a", 3 * CHUNK, engine.clock.now)
     assert 0 < computing < engine.side._lookups._config.load_timeout / 4
     engine.clock.now += 0.9 * computing
@@ -331,6 +336,40 @@ def test_a_fetch_that_is_silent_for_as_long_as_computing_takes_is_abandoned_and_
         engine.node.move_to_peer()
         assert engine.serve("b", PROMPT) == COLD, "the next one is expected to be as slow"
         assert engine.count("refused_fetch_tokens") == 3 * CHUNK
+    engine.check_nothing_is_left()
+
+
+def test_after_the_first_fetch_of_an_engine_which_connects_was_late_the_next_one_is_made(
+    make_engine: MakeEngine,
+) -> None:
+    engine = waiting(with_peer(make_engine(refuse_slow_fetches=True)))
+    engine.clock.now += 1.1 * engine.side._session.computing_seconds("a", 3 * CHUNK, engine.clock.now)
+    engine.run("a")
+    assert engine.scheduled_tokens["a"] == COLD
+    engine.node.fetches_at_once = True
+    forget_pages(engine)
+    engine.node.move_to_peer()
+    assert engine.serve("b", PROMPT) == HIT
+    engine.check_nothing_is_left()
+
+
+def test_what_was_in_the_own_pool_says_nothing_of_the_pace_of_a_fetch(make_engine: MakeEngine) -> None:
+    engine, prompt = make_engine(refuse_slow_fetches=True), list(range(3, 3 + 8 * CHUNK + 8))
+    engine.serve("first", prompt)
+    forget_pages(engine)
+    engine.node.move_to_peer()
+    engine.node.peer_chunks, elsewhere = {}, engine.node.peer_chunks
+    engine.serve("own", prompt[: 7 * CHUNK])
+    forget_pages(engine)
+    engine.node.peer_chunks = elsewhere
+    computing_slowly(engine).node.fetches_at_once = False
+    engine.add("a", prompt)
+    until(engine, lambda: bool(engine.node.fetches))
+    engine.clock.now += 1.1 * engine.side._session.computing_seconds("a", CHUNK, engine.clock.now)
+    engine.step()
+    assert engine.count("abandoned_tokens") == CHUNK, "silent for as long as computing takes"
+    engine.run("a")
+    engine.check_answer("a")
     engine.check_nothing_is_left()
 
 
@@ -422,11 +461,11 @@ def test_the_node_learns_that_prompts_wait_for_others(make_engine: MakeEngine) -
 
 def test_the_error_of_what_loads_were_expected_to_take_is_counted(make_engine: MakeEngine) -> None:
     engine = computing_slowly(with_peer(make_engine(refuse_slow_fetches=True)))
-    engine.serve("measured", PROMPT)
-    assert engine.count("expected_load_seconds") == 0
-    forget_pages(engine)
-    engine.node.move_to_peer()
-    engine.serve("a", PROMPT)
+    for name in ("connects", "measured", "a"):
+        assert engine.count("expected_load_seconds") == 0
+        engine.serve(name, PROMPT)
+        forget_pages(engine)
+        engine.node.move_to_peer()
     expected, error = engine.count("expected_load_seconds"), engine.count("load_error_seconds")
     assert expected > 0
     assert error <= expected

@@ -424,6 +424,33 @@ def test_a_load_that_takes_longer_than_computing_is_refused_as_a_whole(make_engi
     engine.check_nothing_is_left()
 
 
+@pytest.mark.parametrize("name", WITH_FULL)
+def test_a_load_whose_parts_arrive_in_time_is_waited_for_though_a_hit_is_of_use_only_as_a_whole(
+    make_engine: MakeEngine, name: str
+) -> None:
+    """By its pace the rest is there long before the whole prompt could be computed."""
+    engine = filled(engine_of(make_engine, name, refuse_slow_fetches=True))
+    engine.node.move_to_peer()
+    engine.side._session.prefill.add(1500 * CHUNK, 100.0)
+    engine.node.fetches_at_once = False
+    engine.add("a", PROMPT)
+    until(engine, lambda: bool(engine.node.fetches))
+    seconds = engine.side._session.computing_seconds("a", CHUNKS * CHUNK, engine.clock.now)
+    count = len(engine.node.fetches[0].indexes)
+    for _ in range(count - 1):
+        engine.clock.now += 1.2 * seconds / count
+        engine.node.deliver(1, done=False)
+        engine.step()
+    engine.clock.now += 1.2 * seconds / count
+    engine.step()
+    assert engine.count("abandoned_tokens") == 0
+    engine.node.deliver(1)
+    engine.run("a")
+    engine.check_answer("a")
+    assert engine.scheduled_tokens["a"] == HIT
+    engine.check_nothing_is_left()
+
+
 @every_model
 def test_after_an_update_of_the_weights_no_page_of_before_is_stored_or_continued(
     make_engine: MakeEngine, name: str

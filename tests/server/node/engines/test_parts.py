@@ -221,7 +221,7 @@ async def test_what_disk_would_take_longer_for_than_computing_is_refused(runtime
         node.tier.drop([item_key(FULL, 4), item_key(STATE, 4)])
         assert node.disk
         for _ in range(2):  # a measured disk: 1 MiB took ten seconds
-            node.disk.reader._bandwidth.record_read(1 << 20, 10.0, time.monotonic())
+            node.disk.reader._bandwidth.record_read(16 << 20, 160.0, time.monotonic())
         found = await engine.find("1", prefill_tokens_per_second=1_000_000)
         assert (found.hit_chunk_count, places(found), found.refused_chunk_count) == (3, [], 2)
         await engine.release("1")

@@ -143,8 +143,8 @@ async def test_what_disk_would_take_longer_for_than_computing_is_refused(runtime
         await written(node, 2)
         node.tier.drop(chunk_keys(0, 1))
         assert node.disk
-        for _ in range(2):  # a measured disk: 1 MiB took ten seconds
-            node.disk.reader._bandwidth.record_read(1 << 20, 10.0, time.monotonic())
+        for _ in range(2):  # a measured disk: a MiB takes ten seconds
+            node.disk.reader._bandwidth.record_read(16 << 20, 160.0, time.monotonic())
         found = await engine.lookup("1", chunk_keys(0, 1), prefill_tokens_per_second=10**9)
         assert (absent_count(found), found.refused_chunk_count) == (0, 2)
         found = await engine.lookup("2", chunk_keys(0, 1), prefill_tokens_per_second=1)
@@ -159,7 +159,7 @@ async def test_a_read_is_expected_to_wait_for_those_that_run(runtime_dir: Path) 
         assert node.disk
         reader = node.disk.reader
         for _ in range(2):  # a measured disk: 1 MiB takes a second
-            reader._bandwidth.record_read(1 << 20, 1.0, time.monotonic())
+            reader._bandwidth.record_read(16 << 20, 16.0, time.monotonic())
         alone = reader.expected_seconds(1 << 20)
         during: list[float | None] = []
         keys, sizes = chunk_keys(0, 1), [0, 0]

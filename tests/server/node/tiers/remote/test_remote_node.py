@@ -202,7 +202,7 @@ async def test_what_the_store_would_take_longer_for_than_computing_is_refused(
         await until(lambda: redis.names() == names_of(0, 1))
         node.tier.drop(chunk_keys(0, 1))
         for _ in range(2):  # a measured store: 1 MiB took ten seconds
-            remote_tier(node).reader._bandwidth.record_read(1 << 20, 10.0, time.monotonic())
+            remote_tier(node).reader._bandwidth.record_read(16 << 20, 160.0, time.monotonic())
         found = await engine.lookup("1", chunk_keys(0, 1), prefill_tokens_per_second=10**9)
         assert (absent_count(found), found.refused_chunk_count) == (0, 2)
         found = await engine.lookup("2", chunk_keys(0, 1), prefill_tokens_per_second=1)
