@@ -310,6 +310,8 @@ class Peers:
         self.owner.senders.drop(f"r{self._handoff_count}", self.reader.instance_id)
         await until(lambda: self.reader.tier.reserved_count == 0 == len(self.reader.receiver.handoffs), "none is here")
         await no_grants(self.owner)
+        # The reader's place of a grant is free once the owner has answered the release.
+        await until(lambda: not any(node.connections._tasks for node in (self.owner, self.reader)), "all is released")
         self.reader.check_nothing_left()
         self.owner.check_nothing_left()
         self.tidy()

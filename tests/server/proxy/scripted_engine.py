@@ -71,6 +71,8 @@ class ScriptedEngine:
         """Paths beside completions that it serves; set before it starts."""
         self.model = MODEL
         """The model of these paths, and the first one that it lists."""
+        self.max_model_len: object = MAX_MODEL_LEN
+        """What its list of models says of it."""
         self.cached_tokens: int | None = None
         """Tokens of each prompt that it reports as cached; None: without `--enable-prompt-tokens-details`."""
         self.metrics = ""
@@ -119,7 +121,7 @@ class ScriptedEngine:
     async def _models(self, request: Request) -> Response:
         if self._is_stranger(request):
             return JSONResponse({"error": "Unauthorized"}, 401)
-        card = {"id": self.model, "object": "model", "parent": None, "max_model_len": MAX_MODEL_LEN}
+        card = {"id": self.model, "object": "model", "parent": None, "max_model_len": self.max_model_len}
         return JSONResponse({"object": "list", "data": [card, {"id": "tuned", "parent": MODEL}]})
 
     async def _metrics(self, _: Request) -> Response:

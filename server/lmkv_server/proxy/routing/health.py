@@ -120,7 +120,15 @@ class HealthMonitor:
                 response = await client.request("POST", "/v1/completions", self._headers, body)
                 update_instance(engine, msgspec.json.decode(response.body))
                 engine.missing_paths.clear()
-        except (TimeoutError, EngineFailed, EngineRejected, msgspec.DecodeError, KeyError, TypeError) as error:
+        except (
+            TimeoutError,
+            EngineFailed,
+            EngineRejected,
+            msgspec.DecodeError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ) as error:
             fix = "; set engine_api_key" if isinstance(error, EngineRejected) and error.response.status == 401 else ""
             logger.warning("the probe of %s failed (%s)%s", engine.url, error or type(error).__name__, fix)
 

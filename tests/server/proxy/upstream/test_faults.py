@@ -93,6 +93,13 @@ async def test_an_engine_that_failed_a_request_no_longer_has_it_as_load(
     await until(lambda: not any(engine.in_flight_count for engine in front.proxy.pools.engines))
 
 
+async def test_an_engine_serves_whose_models_cannot_be_read(make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
+    engine = await make_engine()
+    engine.max_model_len = "long"
+    front = await make_proxy(engines=[engine])
+    assert (await front.ask(COMPLETIONS, completion(PLAIN, max_tokens=3))).status_code == 200
+
+
 async def test_a_prefill_engine_that_dies_is_unhealthy_until_it_restarts(
     make_engine: MakeEngine, make_proxy: MakeProxy
 ) -> None:
