@@ -74,7 +74,7 @@ def test_a_value_of_each_key_is_rendered_or_refused_as_the_process_reads_or_refu
     assert unread > len(allowed_keys(path)) / 2  # any text will do for some
 
 
-@pytest.mark.timeout(300)  # some 250 renders
+@pytest.mark.timeout(300)  # some 350 renders
 def test_keys_and_values_that_contradict_each_other_do_not_reach_a_node(tmp_path: Path) -> None:
     rendered = refused = 0
     disk = {"maxLocalDiskSize": 2, "diskVolume": {"emptyDir": {}}}
@@ -85,6 +85,10 @@ def test_keys_and_values_that_contradict_each_other_do_not_reach_a_node(tmp_path
         {"local_disk_io": "nixl"},
         {"local_disk_io": "nixl", "local_disk_codec": "int8"},
         {"remote_ttl": "1h"},
+        {"max_salt_size": "1 GiB", "max_salt_disk_size": 2},
+        {"max_salt_size": 1000},
+        {"max_salt_disk_size": "2.1"},
+        {"max_salt_remote_size": "2MB"},
         {"require_encryption": True},
         {"require_encryption": True, "transfer_encryption": False},
     ]
@@ -185,6 +189,26 @@ def test_the_store_of_nodes_is_a_key_of_theirs_or_a_secret_that_they_read(tmp_pa
         )["data"]["pods.yaml"]
     )
     assert variable(additions["both"]["init_containers"][0], "LMKV_REMOTE_URL") == {"valueFrom": reference}
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"max_salt_size": "5000MB"}, "max_salt_size is 5000MB, more than the 4 GiB of node.maxLocalCpuSize: lower it"),
+        (
+            {"max_salt_disk_size": "1T"},
+            "max_salt_disk_size is 1T, more than the 100 GiB of node.maxLocalDiskSize: lower",
+        ),
+        ({"max_salt_remote_size": 1}, "max_salt_remote_size is for a store that nodes share, and there is none: set"),
+        ({"max_salt_size": 4, "max_salt_disk_size": "102400Mi", "max_salt_remote_size": 0}, ""),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_quota_that_is_larger_than_its_tier_is_refused_with_its_name(config: dict[str, Any], sentence: str) -> None:
+    node = {"maxLocalCpuSize": 4, "maxLocalDiskSize": 100, "diskVolume": {"emptyDir": {}}, "config": config}
+    _, refusal = rendered_or_refused({"node": node})
+    assert sentence in refusal
+    assert bool(sentence) == bool(refusal)
 
 
 @pytest.mark.parametrize(("stop", "grace"), [(5, 30), (60, 70), ("2m", 130)])

@@ -15,6 +15,13 @@ sentence as the name of a template that does not exist. */}}
 {{- $total -}}
 {{- end -}}
 
+{{/* GiB of a size such as 5, 1.5 GiB, 512MB or 64Ki; 0: there is none. */}}
+{{- define "lmkv.gibibytes" -}}
+{{- $text := kindIs "string" . | ternary . (printf "%f" (float64 .)) -}}
+{{- $unit := regexFind "[KMGT]" $text | default "G" -}}
+{{- divf (regexFind "^[0-9.]+" $text | float64) (get (dict "K" 1048576.0 "M" 1024.0 "G" 1.0 "T" 0.0009765625) $unit) -}}
+{{- end -}}
+
 {{/* `; did you mean X?` with the known word that shares most pairs of letters; nothing: none is alike. Takes a list of the
 word and the known ones. */}}
 {{- define "lmkv.suggestion" -}}

@@ -53,6 +53,15 @@ values, and keys that contradict each other or other values. */}}
 {{- if and $config.remote_ttl (ne (include "lmkv.seconds" $config.remote_ttl | float64) 0.0) (hasPrefix "s3:" (default "" $node.remote.url)) -}}
 {{- include "lmkv.fail" "node.config.remote_ttl is for Valkey and Redis, and node.remote.url names a bucket: give it a lifecycle rule that expires objects" -}}
 {{- end -}}
+{{- range list (list "max_salt_size" "node.maxLocalCpuSize" $node.maxLocalCpuSize) (list "max_salt_disk_size" "node.maxLocalDiskSize" $node.maxLocalDiskSize) -}}
+{{- $quota := get $config (index . 0) -}}
+{{- if gt (include "lmkv.gibibytes" $quota | float64) (index . 2 | float64) -}}
+{{- include "lmkv.fail" (printf "node.config.%s is %v, more than the %v GiB of %s: lower it, or remove it" (index . 0) $quota (index . 2) (index . 1)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (not $store) (gt (include "lmkv.gibibytes" $config.max_salt_remote_size | float64) 0.0) -}}
+{{- include "lmkv.fail" "node.config.max_salt_remote_size is for a store that nodes share, and there is none: set node.remote, or remove it" -}}
+{{- end -}}
 {{- range .Values.engines.groups -}}
 {{- if and (ne (default "both" .role) "both") (eq (toString $config.enable_pd) "false") -}}
 {{- include "lmkv.fail" (printf "group %s of engines.groups has the role %s, and node.config.enable_pd is false, so that no prompt is handed off: remove it" .name .role) -}}
