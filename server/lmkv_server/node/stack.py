@@ -187,18 +187,20 @@ class TierStack:
         try:
             for tier in self.tiers:
                 if tier.is_local:
-                    chunk_count += (await tier.drop(selection)).chunk_count
+                    chunk_count += await self._drop(tier, selection)
                 elif shared:
                     self._begin(self._drop(tier, selection))
         finally:
             self._clearing[selection.fingerprint] -= 1
         return chunk_count
 
-    async def _drop(self, tier: SecondaryTier, selection: Selection) -> None:
+    async def _drop(self, tier: SecondaryTier, selection: Selection) -> int:
+        """Returns how many chunks the tier has dropped; 0 if it fails."""
         try:
-            await tier.drop(selection)
+            return (await tier.drop(selection)).chunk_count
         except LmkvError as error:
             logger.warning("%s: %s", tier.name, error)
+            return 0
 
     async def _presence(self, tier: SecondaryTier, found: Found, progress: Progress) -> Presence:
         """Finds the missing chunks that the tier holds: as the lookup has, or by asking now about others."""

@@ -86,6 +86,11 @@ class BackendHealth:
         """Whether a call may be started."""
         return self.is_open and not self._late
 
+    @property
+    def is_late(self) -> bool:
+        """Whether a call has run for longer than it should."""
+        return bool(self._late)
+
     def answers_within(self, seconds: float) -> bool:
         """Whether a call may be started that has this time: not if one has run for as long already."""
         return self.is_open and time.monotonic() - min(self._late.values(), default=math.inf) < seconds
@@ -306,6 +311,9 @@ class Backend(Reopened, Protocol[C]):
 
     def discard(self, chunks: Sequence[C], reason: MissReason, /) -> None:
         """Forgets chunks that are damaged or gone, and removes what is left of them in the background."""
+
+    async def settle(self) -> None:
+        """Returns once removals that were started have ended. Raises `Unreachable` if it knows that they hang."""
 
     async def aclose(self) -> None:
         """Ends running calls within a bounded time, and releases the folder or store. Idempotent."""

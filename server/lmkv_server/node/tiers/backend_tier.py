@@ -6,7 +6,7 @@ Chunks of the host tier are written in the background.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self
@@ -203,7 +203,6 @@ class BackendTier(Generic[C]):
         self._encryption = encryption
         self._evicted_count = 0
         self._runners: list[asyncio.Task[None]] = []
-        self._background: set[asyncio.Task[None]] = set()
         cache.events.subscribe(self.writer)
 
     async def __aenter__(self) -> Self:
@@ -232,12 +231,10 @@ class BackendTier(Generic[C]):
             await asyncio.wait(runners)
         await asyncio.gather(*(backend.aclose() for backend in self._backends))
         await self.reader.aclose()
-        await self.settle()
 
     async def settle(self) -> None:
-        """Returns once removals that were started have ended."""
-        while self._background:
-            await asyncio.wait(self._background)
+        """Returns once removals that were started have ended. Raises `Unreachable` if they are known to hang."""
+        await asyncio.gather(*(backend.settle() for backend in self._backends))
 
     # --- Called by backends --------------------------------------------------------------------------------------
 
@@ -324,9 +321,3 @@ class BackendTier(Generic[C]):
         )
         backends = (backend.health.stats() for backend in self._backends)
         return sum((self.reader.stats(), now, *backends), start=self.writer.stats())
-
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs work in the background; `settle` waits for it."""
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)

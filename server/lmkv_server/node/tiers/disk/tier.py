@@ -240,7 +240,10 @@ class DiskTier(BackendTier[DiskChunk]):
             volume.index.supersede(key)
 
     async def drop(self, selection: Selection) -> Dropped:
-        """Removes chunks that are not pinned in memory; returns when their files are gone."""
+        """Removes chunks that are not pinned in memory; returns when their files are gone.
+
+        Raises `Unreachable` if a folder does not answer: none of the chunks is found, but files may be left.
+        """
         chunks = [self.get(key) for key in selection.keys] if selection.keys else list(self)
         chunk_count = token_count = 0
         for start in range(0, len(chunks), DROPPED_AT_ONCE):
@@ -272,11 +275,6 @@ class DiskTier(BackendTier[DiskChunk]):
         for volume, chunks in dropped.items():
             volume.discard(chunks, reason)
         return list(chain.from_iterable(dropped.values()))
-
-    async def settle(self) -> None:
-        """Returns once the files of dropped chunks are gone."""
-        await super().settle()
-        await asyncio.gather(*(volume.settle() for volume in self.volumes))
 
     def usage(self) -> TierUsage:
         """Returns the usage of the folders."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
+from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
 from lmkv.units import format_bytes
@@ -153,6 +154,7 @@ class DiskVolume:
         threads = {"read": READ_THREADS, "write": WRITE_THREADS}
         self.health = BackendHealth("disk", str(folder.path), self, threads, times)
         self._tier = tier
+        self._stall_seconds = times.stall_seconds
         self._serial = 0
         self._removals: set[asyncio.Task[None]] = set()
 
@@ -242,15 +244,20 @@ class DiskVolume:
         task.add_done_callback(self._removals.discard)
 
     async def settle(self) -> None:
-        """Returns once the files of removed chunks are gone."""
-        if self._removals:
-            await asyncio.wait(self._removals)
+        """Returns once the files of removed chunks are gone. Raises `Unreachable` if the folder does not answer."""
+        while self._removals:
+            await asyncio.wait(self._removals, timeout=self._stall_seconds)
+            if self._removals and self.health.is_late:
+                raise Unreachable(f"{self.folder.path} does not answer: it may still have files of dropped chunks")
 
     async def aclose(self) -> None:
         """Ends running calls within a bounded time, and releases the folder. Idempotent."""
         await self.health.aclose()
         self.folder.close()
-        await self.settle()
+        for removal in self._removals:  # their calls have ended, or are left behind
+            removal.cancel()
+        if self._removals:
+            await asyncio.wait(self._removals)
 
     async def open(self) -> None:
         """Opens the folder and indexes its chunks. Raises `OSError`."""

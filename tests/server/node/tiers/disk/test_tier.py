@@ -14,10 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from lmkv.errors import Unreachable
 from lmkv_server.node.tiers.backend import BackendTimes
+from lmkv_server.node.tiers.base import Selection
 from lmkv_server.node.tiers.disk import folder as disk_folder
 from lmkv_server.node.tiers.disk.folder import PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
+from lmkv_server.node.tiers.disk.volume import WRITE_THREADS
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import (
     CHUNK_BYTES,
@@ -309,6 +312,28 @@ async def test_a_slow_disk_delays_nothing_and_is_used_again(folder: Path, caplog
         assert chunk_key(20) in host.on_disk
         host.check()
     host.pool.close()
+
+
+async def test_a_disk_that_hangs_ends_neither_a_drop_nor_the_node_late(folder: Path) -> None:
+    trouble = Trouble()
+    trouble.let_go.set()
+    host = Host(8)
+    times = BackendTimes(stall_seconds=0.2)
+    try:
+        async with asyncio.timeout(WAIT_SECONDS):
+            async with DiskTier([folder], 32 * CHUNK_BYTES, host.cache, io=trouble, times=times) as disk:
+                host.disk = disk
+                host.store(0)
+                await flushed(host)
+                trouble.let_go.clear()
+                for number in range(1, 1 + WRITE_THREADS):  # which removals share the threads with
+                    host.store(number)
+                await until(lambda: not disk.usable)
+                with pytest.raises(Unreachable, match=f"{folder} does not answer"):
+                    await disk.drop(Selection(keys=chunk_keys(0)))
+                assert chunk_key(0) not in host.on_disk
+    finally:
+        trouble.let_go.set()
 
 
 async def test_a_chunk_that_is_dropped_while_it_is_written_is_not_kept(folder: Path) -> None:
