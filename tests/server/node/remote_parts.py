@@ -21,6 +21,7 @@ from botocore.session import get_session
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.pool.pool import Pool
 from lmkv_kernels import checksum
+from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.cache.build import HostCache
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
@@ -146,6 +147,11 @@ class SharedFolder:
     def empty(self) -> None:
         for entry in self.path.iterdir():
             shutil.rmtree(entry)
+
+
+def padded(server: object, header_bytes: int) -> int:
+    """Bytes that the headers of an object take in this store."""
+    return align(header_bytes) if isinstance(server, SharedFolder) else header_bytes
 
 
 class Silent:

@@ -30,8 +30,8 @@ from lmkv_server.node.tiers.encryption_header import ChunkDescription
 
 logger = logging.getLogger(__name__)
 
-READS_AHEAD = 8
-"""Chunks that one load reads at a time."""
+READS_AHEAD = 12
+"""Chunks that one load reads at a time: more than a backend has threads, so that none waits for the event loop."""
 MAX_READS = 16
 """Chunks that all loads read at a time; each has an extent of the pool reserved."""
 MAX_WAITING = 1024

@@ -22,6 +22,7 @@ from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
 from lmkv.runtime.patience import MOST_SECONDS
 from lmkv.spec import KvSpec
+from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.cache.eviction import EvictionQueue
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers import encryption_header
@@ -72,34 +73,36 @@ class ObjectFormat(Protocol):
         """
 
 
+_ENCRYPTED_HEADER_BYTES = HEADER_BYTES + encryption_header.HEADER_BYTES
+
+
 class PlainObjects:
     """Objects of the bytes of chunks, which are copied directly from and to the pool."""
 
-    header_bytes = HEADER_BYTES
-
-    def __init__(self, prefix: str = "") -> None:
-        """`prefix` is what names have before the root of plain objects."""
+    def __init__(self, pads_headers: bool = False, prefix: str = "") -> None:
+        """`pads_headers` is the store's; `prefix` is what names have before the root of plain objects."""
         self.root = prefix + ROOT
+        self.header_bytes = align(HEADER_BYTES) if pads_headers else HEADER_BYTES
 
     def chunk_bytes(self, object_bytes: int, most_bytes: int) -> int:
         return _without(self.header_bytes, object_bytes, most_bytes)
 
     def put(self, store: RemoteStore, chunk: RemoteObject, memory: memoryview) -> bool:
-        return store.put(object_name(chunk.fingerprint, chunk.key, self.root), (memoryview(chunk.header), memory))
+        header = chunk.header.ljust(self.header_bytes, b"\0")
+        return store.put(object_name(chunk.fingerprint, chunk.key, self.root), (memoryview(header), memory))
 
     def get(self, store: RemoteStore, chunk: RemoteChunk, memory: memoryview) -> RemoteObject | None:
-        header = bytearray(HEADER_BYTES)
+        header = bytearray(self.header_bytes)
         size_bytes = store.get(chunk.name, (memoryview(header), memory))
-        return chunk.described(bytes(header), size_bytes - HEADER_BYTES)
+        return chunk.described(bytes(header[:HEADER_BYTES]), size_bytes - self.header_bytes)
 
 
 class EncryptedObjects:
     """Objects of encrypted bytes. Each thread that writes has a buffer of the largest chunk that it has written."""
 
-    header_bytes = HEADER_BYTES + encryption_header.HEADER_BYTES
-
-    def __init__(self, encryption: ChunkEncryption, prefix: str = "") -> None:
+    def __init__(self, encryption: ChunkEncryption, pads_headers: bool = False, prefix: str = "") -> None:
         self.root = f"{prefix}{ENCRYPTED_ROOT}{encryption.scope}/"
+        self.header_bytes = align(_ENCRYPTED_HEADER_BYTES) if pads_headers else _ENCRYPTED_HEADER_BYTES
         self._encryption = encryption
         self._buffer = ThreadBuffer()
 
@@ -111,7 +114,7 @@ class EncryptedObjects:
         encryptor = self._encryption.encryptor(chunk)
         for at in range(0, len(memory), STEP_BYTES):
             encryptor.update_into(memory[at : at + STEP_BYTES], buffer[at : min(at + STEP_BYTES, len(memory))])
-        header = replace(chunk, checksum=0).header + encryptor.header()
+        header = (replace(chunk, checksum=0).header + encryptor.header()).ljust(self.header_bytes, b"\0")
         name = object_name(chunk.fingerprint, chunk.key, self.root)
         return store.put(name, (memoryview(header), buffer[: len(memory)]))
 
@@ -120,7 +123,11 @@ class EncryptedObjects:
         header = bytearray(self.header_bytes)
         size_bytes = store.get(chunk.name, (memoryview(header), memory)) - self.header_bytes
         described = chunk.described(bytes(header[:HEADER_BYTES]), size_bytes)
-        decryptor = self._encryption.decryptor(described, bytes(header[HEADER_BYTES:])) if described else None
+        decryptor = (
+            self._encryption.decryptor(described, bytes(header[HEADER_BYTES:_ENCRYPTED_HEADER_BYTES]))
+            if described
+            else None
+        )
         if described is None or decryptor is None:
             return None
         memory = memory[:size_bytes]
@@ -136,9 +143,9 @@ class EncryptedObjects:
 class EncodedObjects:
     """Objects of encoded chunks, which others put and get, plain or encrypted."""
 
-    def __init__(self, codec: ChunkCodec, encryption: ChunkEncryption | None) -> None:
+    def __init__(self, codec: ChunkCodec, encryption: ChunkEncryption | None, pads_headers: bool = False) -> None:
         prefix = f"{ENCODED_ROOT}{codec.scope}/"
-        self._objects: ObjectFormat = EncryptedObjects(encryption, prefix) if encryption else PlainObjects(prefix)
+        self._objects = unencoded_objects(encryption, pads_headers, prefix)
         self._codec = codec
         self._buffer = ThreadBuffer()
 
@@ -175,6 +182,13 @@ class EncodedObjects:
         checksum = kernels.checksum(memory[:size_bytes])
         encoded_bytes = stored.size_bytes
         return replace(stored, size_bytes=size_bytes, checksum=checksum, is_verified=True, encoded_bytes=encoded_bytes)
+
+
+def unencoded_objects(encryption: ChunkEncryption | None, pads_headers: bool, prefix: str = "") -> ObjectFormat:
+    """The format of objects that contain the bytes of chunks as they are, or encrypted."""
+    if encryption:
+        return EncryptedObjects(encryption, pads_headers, prefix)
+    return PlainObjects(pads_headers, prefix)
 
 
 def _without(header_bytes: int, object_bytes: int, most_bytes: int) -> int:

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
+import numpy as np
+
 from lmkv.config.remote_url import RemoteUrl
 from lmkv_server.node.cache.allocator import ALIGNMENT, align
 from lmkv_server.node.tiers.remote.store import StoreRefused, first_bytes
@@ -28,8 +30,8 @@ from lmkv_server.node.tiers.threads import DaemonThreads, ThreadBuffer
 ASKERS = 8
 ASKED_AT_ONCE = 32
 """Files that one of the threads looks for, one after the other."""
-STEP_BYTES = 1 << 20
-"""Bytes that one call reads or writes; between two the deadline is checked. A thread has a buffer of as many."""
+STEP_BYTES = ALIGNMENT + (16 << 20)
+"""Bytes that one call reads or writes, with a page of headers; between two the deadline is checked."""
 _NAME = re.compile(r"(?P<folder>[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*)/(?P<key>[0-9a-f]{32})")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place has no writer
 
@@ -38,6 +40,7 @@ class FolderStore:
     """Files of trusted users in a `FolderTree`. A sweeper of one of the nodes removes those of the longest disuse."""
 
     one_per_request = False
+    pads_headers = True
 
     def __init__(self, url: RemoteUrl, *, timeout_seconds: float, limits: FolderLimits) -> None:
         """`timeout_seconds` bounds a call where the file system is slow; where it hangs, only its caller can."""
@@ -68,7 +71,7 @@ class FolderStore:
         return [size for answer in answers for size in answer]
 
     def get(self, name: str, parts: Sequence[memoryview]) -> int:
-        """Bytes are read past the page cache, through a buffer: headers make their offsets no multiples of pages."""
+        """The whole pages of the last part are read past the page cache straight into it; `_Pages` has the others."""
         folder, file = _place(name)
         deadline = self._deadline()
         return self.tree.again(folder, partial(self._get, folder, file, parts, deadline), 0)
@@ -172,48 +175,82 @@ class FolderStore:
         if found and self.tree.is_object(os.stat(file, dir_fd=found.fd, follow_symlinks=False)):
             os.unlink(file, dir_fd=found.fd)
 
-    def _fill(self, fd: int, parts: list[memoryview], deadline: float) -> bool:
+    def _fill(self, fd: int, parts: Sequence[memoryview], deadline: float) -> bool:
         """Fills the memory from a file; False if it ends early. Raises `TimeoutError`."""
-        left, offset = [part for part in parts if part], 0
-        buffer = self._buffer.get(STEP_BYTES)[:STEP_BYTES] if self.tree.is_direct else None
-        while left:
-            step = _step(left, deadline)
-            count = os.preadv(fd, step if buffer is None else [buffer], offset)
-            if not count:
-                return False
-            if buffer is not None:
-                at = 0
-                for part in first_bytes(left, count):
-                    part[:] = buffer[at : at + len(part)]
-                    at += len(part)
+        pages = self._pages(parts)
+        left, offset, end = pages.all, 0, sum(map(len, parts))
+        while offset < end:
+            count = os.preadv(fd, _step(left, deadline), offset)
             offset += count
             left = _behind(left, count)
-            if buffer is not None and left and count % ALIGNMENT:
+            if not count or (pages.is_aligned and offset < end and offset % ALIGNMENT):
                 return False
+        pages.take()
         return True
 
     def _write(self, fd: int, parts: Sequence[memoryview], deadline: float) -> None:
-        left = [part for part in parts if part]
-        if not self.tree.is_direct:
-            while left:
-                left = _behind(left, os.writev(fd, _step(left, deadline)))
-            return
-        buffer, offset = self._buffer.get(STEP_BYTES), 0
+        pages = self._pages(parts)
+        pages.put()
+        left, size_bytes = pages.all, sum(map(len, parts))
+        offset = 0
         while step := _step(left, deadline):
-            count = 0
-            for part in step:
-                buffer[count : count + len(part)] = part
-                count += len(part)
-            padded, done = align(count), 0
-            buffer[count:padded] = bytes(padded - count)
-            while done < padded:
-                done += os.pwrite(fd, buffer[done:padded], offset + done)
+            count = os.pwritev(fd, step, offset)
             offset += count
             left = _behind(left, count)
-        os.ftruncate(fd, offset)  # without what its last page was padded with
+        if offset > size_bytes:
+            os.ftruncate(fd, size_bytes)  # without what its last page was padded with
+
+    def _pages(self, parts: Sequence[memoryview]) -> _Pages:
+        if self.tree.is_direct:
+            return _Pages(parts, self._buffer)
+        return _Pages(parts)
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_seconds
+
+
+class _Pages:
+    """The parts of an object, as direct I/O needs them: whole pages of memory.
+
+    What stands before the whole pages of the last part, and behind them, is copied from and to a buffer; so is all of
+    it where the memory or the length of the parts before it is not aligned to pages.
+    """
+
+    def __init__(self, parts: Sequence[memoryview], buffers: ThreadBuffer | None = None) -> None:
+        """Without `buffers` nothing is copied."""
+        self.is_aligned = buffers is not None
+        self.all = list(parts)
+        self._copied: list[memoryview] = []
+        self._buffer = memoryview(bytearray())
+        if buffers is None:
+            return
+        *before, last = parts
+        front = sum(map(len, before))
+        whole = len(last) // ALIGNMENT * ALIGNMENT if front % ALIGNMENT == _address(last) % ALIGNMENT == 0 else 0
+        self._copied = [*before, last[whole:]]
+        end = align(front + len(last) - whole)
+        self._buffer = buffers.get(end)[:end]
+        self.all = [self._buffer[:front], last[:whole], self._buffer[front:]] if whole else [self._buffer]
+
+    def put(self) -> None:
+        """Copies parts to the buffer, and pads them with zeros."""
+        at = 0
+        for part in self._copied:
+            self._buffer[at : at + len(part)] = part
+            at += len(part)
+        self._buffer[at:] = bytes(len(self._buffer) - at)
+
+    def take(self) -> None:
+        """Copies parts from the buffer."""
+        at = 0
+        for part in self._copied:
+            part[:] = self._buffer[at : at + len(part)]
+            at += len(part)
+
+
+def _address(memory: memoryview) -> int:
+    address: int = np.frombuffer(memory, np.uint8).ctypes.data if memory else 0
+    return address
 
 
 class _NotAFile(Exception):

@@ -33,6 +33,7 @@ class S3Store:
     """Credentials and region come from where AWS's own tools find them."""
 
     one_per_request = True
+    pads_headers = False
     evicted_count = 0
 
     def __init__(self, url: RemoteUrl, *, endpoint_url: str = "", timeout_seconds: float) -> None:

@@ -4,9 +4,9 @@
     lmkv1e/scope/fingerprint/key   ->  header | header of the encryption | encrypted bytes
     lmkv1c/codec/...               ->  as above, with the bytes of the encoded chunk instead
 
-The header says what the bytes are, so that an object that is torn, foreign, or under a wrong key is a miss. Encrypted
-objects have names of their own, by tenant, so that nodes without the keys neither find nor remove them; so have encoded
-objects, by codec and parameters.
+The header says what the bytes are, so that an object that is torn, foreign, or under a wrong key is a miss. Some stores
+pad headers with zeros (`RemoteStore.pads_headers`). Encrypted objects have names of their own, by tenant, so that
+nodes without the keys neither find nor remove them; so have encoded objects, by codec and parameters.
 The version of all this is in the name: nodes of another version neither find nor remove each other's objects.
 """
 
@@ -40,6 +40,10 @@ class RemoteStore(Protocol):
     @property
     def one_per_request(self) -> bool:
         """Whether each name in `sizes` costs a request; then a lookup asks for few of them."""
+
+    @property
+    def pads_headers(self) -> bool:
+        """Whether headers are padded to whole pages, so that the pages of the pool are read and written directly."""
 
     @property
     def evicted_count(self) -> int:

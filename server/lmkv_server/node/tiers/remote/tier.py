@@ -22,10 +22,8 @@ from lmkv_server.node.tiers.codec import ChunkCodec
 from lmkv_server.node.tiers.remote.backend import (
     WRITE_THREADS,
     EncodedObjects,
-    EncryptedObjects,
-    ObjectFormat,
-    PlainObjects,
     StoreBackend,
+    unencoded_objects,
 )
 from lmkv_server.node.tiers.remote.store import RemoteChunk, RemoteStore, object_name, spec_root
 
@@ -66,8 +64,9 @@ class RemoteTier(BackendTier[RemoteChunk]):
 
         With `encryption` objects are encrypted, with a `codec` encoded before, and others are not looked up.
         """
-        objects: ObjectFormat = EncryptedObjects(encryption) if encryption else PlainObjects()
-        objects = EncodedObjects(codec, encryption) if codec else objects
+        objects = unencoded_objects(encryption, store.pads_headers)
+        if codec:
+            objects = EncodedObjects(codec, encryption, store.pads_headers)
         self.backend = StoreBackend(self, name, store, objects, times)
         super().__init__(name, [self.backend], cache, encryption, quota_bytes, codec)
         self._lookup_seconds = lookup_seconds

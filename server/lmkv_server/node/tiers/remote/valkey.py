@@ -34,6 +34,7 @@ class ValkeyStore:
     """A `RemoteStore` in a Valkey or Redis server: one string value for each object."""
 
     one_per_request = False
+    pads_headers = False
     evicted_count = 0
 
     def __init__(self, url: RemoteUrl, *, timeout_seconds: float, ttl_seconds: float = 0.0) -> None:

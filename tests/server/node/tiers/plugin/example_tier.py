@@ -19,6 +19,7 @@ class FolderStore:
     """A `RemoteStore`: a file for each object."""
 
     one_per_request = False
+    pads_headers = False
     evicted_count = 0
 
     def __init__(self, folder: Path) -> None:

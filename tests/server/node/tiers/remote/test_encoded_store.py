@@ -18,7 +18,7 @@ from lmkv_server.node.tiers.remote.store import HEADER_BYTES, object_name
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import WAIT_SECONDS
 from tests.server.node.encoded_parts import EXACT, LOSSY, chunks_for, codec
-from tests.server.node.remote_parts import AWS, CHUNK_BYTES, S3Server, SharedFolder, host_with
+from tests.server.node.remote_parts import AWS, CHUNK_BYTES, S3Server, SharedFolder, host_with, padded
 from tests.support.encryption_keys import write_keys
 from tests.support.redis_server import RedisServer
 
@@ -77,7 +77,7 @@ async def test_objects_have_the_bytes_of_codes_and_scales(server: AnyServer) -> 
     async with host_with(server.store(), codec=codec("int8"), chunks=chunks_for("int8")) as host:
         host.store(1)
     (name,) = server.names()
-    assert len(server.read(name)) == HEADER_BYTES + CODEC_HEADER_BYTES + 16 * 4 + CHUNK_BYTES // 4
+    assert len(server.read(name)) == padded(server, HEADER_BYTES) + CODEC_HEADER_BYTES + 16 * 4 + CHUNK_BYTES // 4
 
 
 async def test_load_or_compute_counts_the_bytes_that_are_read(
@@ -134,7 +134,7 @@ async def test_a_changed_bit_is_a_miss_and_the_object_is_removed(server: AnyServ
         host.drop(0)
         (name,) = server.names()
         whole = bytearray(server.read(name))
-        whole[at] ^= 1
+        whole[at if at < HEADER_BYTES else at - HEADER_BYTES + padded(server, HEADER_BYTES)] ^= 1
         server.replace(name, bytes(whole))
         assert await host.count(0) == 1
         assert await host.read(0) == []

@@ -8,16 +8,26 @@ from pathlib import Path
 import pytest
 
 from lmkv_server.node.tiers.encryption import ChunkEncryption, TenantKeys
+from lmkv_server.node.tiers.encryption_header import HEADER_BYTES as ENCRYPTION_HEADER_BYTES
 from lmkv_server.node.tiers.remote.backend import EncryptedObjects
 from lmkv_server.node.tiers.remote.store import HEADER_BYTES, RemoteObject
 from tests.server.node.cases import chunk_key
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
-from tests.server.node.remote_parts import AWS, CHUNK_BYTES, SPEC, S3Server, SharedFolder, host_with, name_of, names_of
+from tests.server.node.remote_parts import (
+    AWS,
+    CHUNK_BYTES,
+    SPEC,
+    S3Server,
+    SharedFolder,
+    host_with,
+    name_of,
+    names_of,
+    padded,
+)
 from tests.support.encryption_keys import secret_of, write_keys
 from tests.support.redis_server import RedisServer
 
 AnyServer = RedisServer | S3Server | SharedFolder
-OBJECT_BYTES = EncryptedObjects.header_bytes + CHUNK_BYTES
 POSITIONS = {
     "header": 60,
     "magic": HEADER_BYTES,
@@ -25,8 +35,8 @@ POSITIONS = {
     "nonce": HEADER_BYTES + 16,
     "checksum": HEADER_BYTES + 28,
     "tag": HEADER_BYTES + 44,
-    "first byte": EncryptedObjects.header_bytes,
-    "last byte": OBJECT_BYTES - 1,
+    "first byte": -CHUNK_BYTES,
+    "last byte": -1,
 }
 
 
@@ -100,7 +110,7 @@ async def test_neither_bytes_nor_checksum_are_in_the_store(server: AnyServer, en
         (chunk,) = host.tier
         checksum = chunk.checksum
     whole, clear = server.read(name_of(1, root_of(encryption))), content(1, CHUNK_BYTES)
-    assert len(whole) == OBJECT_BYTES
+    assert len(whole) == padded(server, HEADER_BYTES + ENCRYPTION_HEADER_BYTES) + CHUNK_BYTES
     assert not any(clear[at : at + 8] in whole for at in range(0, len(clear), 8))
     assert checksum.to_bytes(8, "little") not in whole
     assert secret_of("a") not in whole

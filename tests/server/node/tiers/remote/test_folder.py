@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import signal
 import subprocess
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 
 from lmkv.errors import ConfigError
-from lmkv_server.node.tiers.remote.folder import FolderStore
+from lmkv_server.node.cache.allocator import ALIGNMENT, align
+from lmkv_server.node.tiers.remote.folder import STEP_BYTES, FolderStore
 from lmkv_server.node.tiers.remote.store import StoreRefused
 from lmkv_server.node.tiers.remote.sweeper import KEPT_SECONDS, SWEEP_SECONDS, UNFINISHED_SECONDS, USED_SECONDS
 from tests.server.node.disk_parts import until
@@ -144,6 +146,26 @@ def test_files_have_the_bytes_of_their_parts_with_direct_io_and_without(
     assert bytes(parts[1]) == data + bytes(10_000)
     too_small = memoryview(bytearray(80))
     assert store.get(name_of(0), [too_small]) == 0
+
+
+@pytest.mark.parametrize("size_bytes", [4096, 4097, 3 << 20, STEP_BYTES + 5, 2 * STEP_BYTES])
+def test_whole_pages_of_the_pool_are_written_and_read_without_a_copy(folder: SharedFolder, size_bytes: int) -> None:
+    store = opened(folder)
+    if not store.tree.is_direct:
+        pytest.skip("the file system of temporary files has no direct I/O")
+    header = os.urandom(ALIGNMENT)
+    with mmap.mmap(-1, 2 * align(size_bytes)) as memory, memoryview(memory) as pool:
+        pool[:size_bytes] = os.urandom(size_bytes)
+        written, read = pool[:size_bytes], pool[align(size_bytes) :][:size_bytes]
+        assert store.put(name_of(0), [memoryview(header), written])
+        assert folder.read(name_of(0)) == header + bytes(written)
+        parts = [memoryview(bytearray(ALIGNMENT)), read]
+        assert store.get(name_of(0), parts) == ALIGNMENT + size_bytes
+        assert bytes(parts[0]) == header
+        assert read == written
+        written.release()
+        read.release()
+    assert len(store._buffer.get(0)) <= 2 * ALIGNMENT, "it has only the headers and the last page"
 
 
 # ---- a file system that loses things

@@ -28,6 +28,7 @@ from tests.server.node.remote_parts import (
     host_with,
     name_of,
     names_of,
+    padded,
 )
 from tests.support.certificates import issue
 from tests.support.redis_server import RedisServer
@@ -216,7 +217,7 @@ async def test_an_object_that_is_not_what_was_put_is_a_miss_and_removed(server: 
         whole = server.read(name_of(1))
         match change:
             case "bit":
-                whole = whole[:200] + bytes([whole[200] ^ 1]) + whole[201:]
+                whole = whole[:-200] + bytes([whole[-200] ^ 1]) + whole[-199:]
             case "header":
                 whole = whole[:60] + bytes([whole[60] ^ 1]) + whole[61:]
             case "shorter":
@@ -242,8 +243,8 @@ async def test_an_object_that_is_not_what_was_put_is_a_miss_and_removed(server: 
 
 
 async def test_what_no_chunk_could_be_is_not_even_read(server: AnyServer) -> None:
-    server.replace(name_of(0), bytes(HEADER_BYTES + CHUNK_BYTES + 1))
-    server.replace(name_of(1), bytes(HEADER_BYTES))
+    server.replace(name_of(0), bytes(padded(server, HEADER_BYTES) + CHUNK_BYTES + 1))
+    server.replace(name_of(1), bytes(padded(server, HEADER_BYTES)))
     async with host_with(server.store()) as host:
         assert await host.count(0) == await host.count(1) == 0
 
