@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.replay.files import read_trace
+from benchmarks.replay.files import TRACE_HELP, read_trace, trace_name
 from benchmarks.replay.optimal import optimal
 from benchmarks.replay.policies import Gdsf, S3Fifo, Sieve, TwoQueues
 from benchmarks.replay.traces import CHUNK_TOKENS, TRACES, Trace, found_tokens
@@ -40,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         metavar="FILE",
-        help="a recorded trace instead of the synthetic ones: JSON lines with input_length and hash_ids, or a .gz "
-        "of it; may be repeated",
+        help=TRACE_HELP + ", instead of the synthetic ones; may be repeated",
     )
     parser.add_argument(
         "--pool-tokens", type=int, nargs="+", default=POOLS, metavar="N", help="sizes of the pool, in tokens"
@@ -84,7 +82,7 @@ def measure(run: BenchmarkRun) -> None:
 def _traces(run: BenchmarkRun) -> Iterator[tuple[str, Trace]]:
     if run.args.trace:
         for file in run.args.trace:
-            yield re.sub(r"[^a-z0-9]+", "_", file.name.split(".")[0].lower()), read_trace(file)
+            yield trace_name(file), read_trace(file)
         return
     for name, make in TRACES.items():
         yield name, Trace(requests=make(QUICK_SCALE if run.quick else 1.0), chunk_tokens=CHUNK_TOKENS)

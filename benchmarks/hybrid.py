@@ -4,6 +4,8 @@ Two engines of each architecture share prompts. Bytes are those that the engines
 tokens of a prompt; they are compared with what the prompt would take if every layer attended to everything, and with
 vLLM's OffloadingConnector. The models are tiny, but their layers are mixed as in real ones: bytes for each token scale
 with the model, ratios stay.
+
+`--trace FILE` starts no engine: it counts what hits of recorded prompts lose because not all windows are stored.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.replay.files import TRACE_HELP, read_trace, trace_name
+from benchmarks.replay.windows import count_windows
 from benchmarks.support import engines
 from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
 from benchmarks.systems.chats import offloading_engine
-from lmkv.spec import DTYPE_BYTES
+from lmkv.spec import DTYPE_BYTES, KvPart, KvSpec
+from lmkv.v1.chunk_pb2 import PART_RULE_LAST
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.engine import EngineProcess
@@ -70,15 +75,47 @@ class PromptBytes:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this benchmark."""
     parser.add_argument("--only", action="append", choices=tuple(SHAPES), help="this architecture; may be repeated")
+    parser.add_argument("--trace", type=Path, action="append", metavar="FILE", help=TRACE_HELP + "; may be repeated")
     parser.add_argument("--rounds", type=int, metavar="N", help="prompts of each system (5; 2 with --quick)")
 
 
 def measure(run: BenchmarkRun) -> None:
     """Every architecture."""
+    if run.args.trace:
+        count_traces(run)
+        return
     run.report.settings |= {"prompt_tokens": PROMPT_TOKENS, "dtype": "float32, of Qwen3-Next in bfloat16"}
     for name in run.args.only or (QUICK if run.quick else SHAPES):
         model = make_architecture(run.folder / name, name, **SHAPES[name])
         measure_architecture(run, name, model)
+
+
+def count_traces(run: BenchmarkRun) -> None:
+    """Adds the rows of recorded prompts."""
+    for file in run.args.trace:
+        trace = read_trace(file)
+        for name in QUICK:
+            counts = count_windows(trace, window_spec(name, trace.chunk_tokens))
+            row = f"{name}_{trace_name(file)}"
+            run.add(Row(name=f"{row}_kept", value=100 * counts.kept_share, unit="%"))
+            run.add(Row(name=f"{row}_bytes_ratio", value=counts.bytes_ratio, unit="times the least"))
+
+
+def window_spec(name: str, chunk_size: int) -> KvSpec:
+    """The spec of a model with two kinds of layers, with chunks of this size."""
+    config = configuration(name, **SHAPES[name])
+    layers = config["layer_types"]
+    shape = {"kv_head_count": config["num_key_value_heads"], "head_size": config["head_dim"], "kv_dtype": "bfloat16"}
+    windows = KvPart(
+        rule=PART_RULE_LAST,
+        span=config["sliding_window"],
+        layer_count=layers.count("sliding_attention"),
+        **shape,
+    )
+    full_count = layers.count("full_attention")
+    return KvSpec(
+        model_name=name, model_id=name, chunk_size=chunk_size, layer_count=full_count, more_parts=(windows,), **shape
+    )
 
 
 def measure_architecture(run: BenchmarkRun, name: str, model: Path) -> None:

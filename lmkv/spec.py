@@ -14,7 +14,7 @@ The needed chunks of all parts, part by part and in prompt order, are the *items
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import sha256
@@ -358,6 +358,15 @@ class KvSpec:
         has_states = any(part.rule == PART_RULE_END for part in self.parts)
         interval = 1 if has_states or not always else max(1, -(-WINDOW_SHARE * windows // always))
         return interval if interval == 1 else max(LEAST_INTERVAL, interval)
+
+    def shared_ends(self, full_count: int, parted: Collection[int]) -> set[int]:
+        """The chunks that hits of other prompts are expected to end after; `parted`: where such prompts part."""
+        interval = self.window_interval
+        return {*range(interval, full_count + 1, interval), *parted}
+
+    def expected_ends(self, full_count: int, token_count: int, parted: Collection[int]) -> set[int]:
+        """The chunks that any hit is expected to end after. The same prompt again hits a token less than all."""
+        return {*self.shared_ends(full_count, parted), full_count, (token_count - 1) // self.chunk_size}
 
     def fits(self, size_bytes: int, token_count: int) -> bool:
         """Whether some part of a chunk of `token_count` tokens has this size."""

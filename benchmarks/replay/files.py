@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 from benchmarks.replay.traces import Request, Trace
 from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey
+
+TRACE_HELP = "a recorded trace: JSON lines with input_length and hash_ids, or a .gz of it"
+
+
+def trace_name(file: Path) -> str:
+    """The name of a trace in those of rows."""
+    return re.sub(r"[^a-z0-9]+", "_", file.name.split(".")[0].lower())
 
 
 def read_trace(file: Path) -> Trace:

@@ -53,13 +53,13 @@ class Windows:
         return len(kind.needed(kind.span * size, size))
 
     def _of_prompt(self, state: RequestState, part: int) -> WindowChunks:
-        """The chunks of a prompt whose windows are stored. The same prompt again hits a token less than all."""
+        """The chunks of a prompt whose windows are stored."""
         found = state.store.windows.get(part)
         if found is None:
-            full, interval = state.full_count, self._spec.window_interval
-            lasting = self._before(part, {*range(interval, full + 1, interval), *state.store.expected_ends})
-            own = self._before(part, {full, (state.token_count - 1) // self._spec.chunk_size})
-            found = WindowChunks(chunks=sorted(chunk for chunk in lasting | own if chunk < full), lasting=lasting)
+            full, parted = state.full_count, state.store.expected_ends
+            lasting = self._before(part, self._spec.shared_ends(full, parted))
+            windows = self._before(part, self._spec.expected_ends(full, state.token_count, parted))
+            found = WindowChunks(chunks=sorted(chunk for chunk in windows if chunk < full), lasting=lasting)
             state.store.windows[part] = found
         return found
 
