@@ -3,7 +3,7 @@
 Bytes are those that move: codecs make them fewer than those of the chunks (`MovedShares`).
 
 Unknown values are None, never estimates. Because measurements expire, a peer that was slow is tried again. Few small
-reads tell little: one that a busy machine delays would make a source slow for all.
+reads show little: one that a busy machine delays would make a source slow for all.
 """
 
 from __future__ import annotations

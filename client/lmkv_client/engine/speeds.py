@@ -14,7 +14,7 @@ DOUBT = 0.9
 """Each refused load lowers the expected time by this factor, so that a load is tried and measured again some time."""
 
 LITTLE_SPREAD = 0.01
-"""Squared variation of sizes at which the measured loads tell half of what a token takes."""
+"""Squared variation of sizes at which the measured loads show half of what a token takes."""
 
 
 MAX_STEPS = 8
@@ -159,7 +159,7 @@ def is_too_late(
 class LoadTimes:
     """The time of a load: a part that every load takes, and a part for each token, fitted to the measured loads.
 
-    The first load connects and maps memory: it is not measured. Loads of nearly one size do not tell the two parts
+    The first load connects and maps memory: it is not measured. Loads of nearly one size do not show the two parts
     apart. Then loads of other sizes are expected to be as fast as they can be, so that they are tried: larger ones take
     as long as those, and smaller ones as much less as they are smaller.
     """
