@@ -106,7 +106,7 @@ class PendingStores:
 
 
 WAIT_SECONDS = 1.0
-"""Longest time that the pages of a finished request wait for the node's answer."""
+"""Longest time that the pages of a finished request wait for further write credits."""
 GRACE_SECONDS = 0.005
 """Time that a step that computes nothing waits for it."""
 
@@ -121,7 +121,8 @@ class EndedRequest:
     rest_count: int
     """Tokens behind them to store as a partial chunk; 0 if it has none."""
     block_ids: BlockIds
-    ended_at: float
+    waits_since: float
+    """When it ended, or some of its chunks were last stored."""
     is_discarded: bool = False
     """Whether nothing of it is of use any more."""
 
@@ -129,6 +130,20 @@ class EndedRequest:
     def missing_count(self) -> int:
         """Full chunks that are not stored yet."""
         return 0 if self.is_discarded else max(0, self.full_count - self.state.store.stored_count)
+
+    def awaits_answer(self, own: PartCredits) -> bool:
+        """Whether it needs credits that are requested and not there."""
+        if self.is_discarded:
+            return False
+        if len(own[0]) < self.missing_count and own[0].requested_count:
+            return True
+        rest = own.partial(self.rest_count) if self.rest_count else None
+        return rest is not None and not len(rest) and rest.requested_count > 0
+
+    def awaits_credits(self, own: PartCredits) -> bool:
+        """Whether it needs credits that are requested, or can be once chunks that are written now are committed: the
+        limit of credits counts those, too."""
+        return self.awaits_answer(own) or (len(own[0]) < self.missing_count and own[0].writing_count > 0)
 
 
 class EndedRequests:
@@ -158,7 +173,11 @@ class EndedRequests:
         """Adds a request that has just finished."""
         self._requests.append(
             EndedRequest(
-                state=state, full_count=full_count, rest_count=rest_count, block_ids=block_ids, ended_at=self._clock()
+                state=state,
+                full_count=full_count,
+                rest_count=rest_count,
+                block_ids=block_ids,
+                waits_since=self._clock(),
             )
         )
 
@@ -169,25 +188,24 @@ class EndedRequests:
 
     def grace_seconds(self, own: PartCredits) -> float:
         """Returns how long a step that computes nothing may still wait for write credits, 0 or less if not at all."""
-        waits = [one.ended_at for one in self._requests if self._waits(one, own)]
+        waits = [one.waits_since for one in self._requests if one.awaits_answer(own)]
         return max(waits) + GRACE_SECONDS - self._clock() if waits else 0.0
 
+    def with_missing_chunks(self) -> Iterator[EndedRequest]:
+        """Yields the requests that lack full chunks. Those of which the caller stores some wait longer for others."""
+        for request in self._requests:
+            if missing_count := request.missing_count:
+                yield request
+                if request.missing_count < missing_count:
+                    request.waits_since = self._clock()
+
     def take_ready(self, own: PartCredits) -> Iterator[EndedRequest]:
-        """Removes and yields, one by one, the requests for which the node has answered, or has not in time.
+        """Removes and yields, one by one, the requests that wait for no credits any more, or have waited too long.
 
         The caller takes the credits of each before it asks for the next one.
         """
         now = self._clock()
         for request in list(self._requests):
-            if not self._waits(request, own) or now >= request.ended_at + WAIT_SECONDS:
+            if not request.awaits_credits(own) or now >= request.waits_since + WAIT_SECONDS:
                 self._requests.remove(request)
                 yield request
-
-    def _waits(self, request: EndedRequest, own: PartCredits) -> bool:
-        """Whether credits that the request needs are requested and not there."""
-        if request.is_discarded:
-            return False
-        if len(own[0]) < request.missing_count and own[0].requested_count:
-            return True
-        rest = own.partial(request.rest_count) if request.rest_count else None
-        return rest is not None and not len(rest) and rest.requested_count > 0

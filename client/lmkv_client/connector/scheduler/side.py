@@ -236,7 +236,7 @@ class SchedulerSide:
         if output.num_scheduled_tokens and self._session.attachment and self._options.may_store:
             plan.stores = self._stores.plan(output, self._states)
         if self._stores.has_ended:
-            plan.tails = self._plan_tails(is_idle=not output.num_scheduled_tokens)
+            plan.tails = self._plan_tails(plan.stores, is_idle=not output.num_scheduled_tokens)
         if plan.stores or plan.tails:  # only with copies: an idle step does nothing for audits
             plan.audits = self._stores.take_audits()
         return plan
@@ -249,13 +249,14 @@ class SchedulerSide:
                     self._builder.media.note(new.mm_features)
                 self._follow_media()
 
-    def _plan_tails(self, *, is_idle: bool) -> dict[str, list[ChunkCopy]]:
-        """The copies of finished requests. A step that computes nothing waits for their credits: the next one may be
-        much later."""
+    def _plan_tails(self, copies: list[ChunkCopy], *, is_idle: bool) -> dict[str, list[ChunkCopy]]:
+        """The last copies of finished requests; adds others to `copies`. A step that computes nothing waits for their
+        credits: the next one may be much later."""
+        self._stores.settle(self._states.values())
         while is_idle and (seconds := self._stores.grace_seconds()) > 0:
             self._session.client.wait(seconds)
             self.drain_events()
-        tails = self._stores.plan_ended()
+        tails = self._stores.plan_ended(copies)
         for request_id in tails.keys() - self._states.keys():
             self._events.forget(request_id)
         if tails:

@@ -229,8 +229,17 @@ class Stores:
         """Returns how long a step that computes nothing may still wait for the credits of finished requests."""
         return self._ended.grace_seconds(self._session.credits)
 
-    def plan_ended(self) -> dict[str, list[ChunkCopy]]:
-        """The copies of finished requests that `end` has begun, by request. Of those that it returns, once."""
+    def plan_ended(self, copies: list[ChunkCopy]) -> dict[str, list[ChunkCopy]]:
+        """The last copies of finished requests that `end` has begun, by request. Of those that it returns, once.
+
+        Adds to `copies` those of requests that wait for further credits: a request may have more chunks than the limit
+        of credits.
+        """
+        for ended in self._ended.with_missing_chunks():
+            store = ended.state.store
+            ended.is_discarded |= not store.may_store or store.failure_count >= MAX_FAILURES
+            if ended.missing_count > len(self._session.credits[0]):
+                self._write_full(ended, copies)
         ready = self._ended.take_ready(self._session.credits)
         return {ended.state.request_id: self._store_ended(ended) for ended in ready}
 
@@ -242,14 +251,20 @@ class Stores:
         self.finished(state)
         return copies
 
-    def _write_ended(self, ended: EndedRequest, copies: list[ChunkCopy]) -> None:
+    def _write_full(self, ended: EndedRequest, copies: list[ChunkCopy]) -> bool:
+        """Adds the copies of its full chunks for which there are credits; False if one lacks some."""
         state = ended.state
         for index in range(state.store.stored_count, ended.full_count):
             for part in self._kept_parts:
                 if not self._write(state, part, index, self._spec.chunk_size, ended.block_ids, copies):
-                    return
+                    return False
             state.store.stored_count = index + 1
-        rest_count = ended.rest_count
+        return True
+
+    def _write_ended(self, ended: EndedRequest, copies: list[ChunkCopy]) -> None:
+        if not self._write_full(ended, copies):
+            return
+        state, rest_count = ended.state, ended.rest_count
         if rest_count and self._write_tail(state, ended.full_count, rest_count, ended.block_ids, copies):
             state.store.tail_is_lost = False
             if ended.full_count * self._spec.chunk_size + ended.rest_count == state.token_count:

@@ -132,6 +132,36 @@ def test_pages_stay_until_the_node_has_answered_with_a_credit(make_engine: MakeE
     engine.check_nothing_is_left()
 
 
+@pytest.mark.parametrize("rank_count", [1, 2])
+@pytest.mark.parametrize("reports_late", [False, True])
+def test_a_request_of_more_chunks_than_credits_is_stored_as_a_whole_when_it_has_ended(
+    make_engine: MakeEngine, rank_count: int, reports_late: bool
+) -> None:
+    """The node of a small pool grants a third of it at a time."""
+    engine = make_engine(save_partial_chunks=True, credit_limit=12, block_count=256, rank_count=rank_count)
+    for worker in engine.workers:
+        worker.reports_late = reports_late
+    prompt = list(range(28 * CHUNK + REST))
+    engine.serve("a", prompt)
+    engine.settle()
+    assert sorted(chunk.token_count for chunk in engine.node.chunks.values())[-28:] == [CHUNK] * 28
+    assert engine.count("skipped_chunks") == 0
+    forget_pages(engine)
+    assert engine.serve("b", prompt) <= REST + DECODED
+    engine.check_nothing_is_left()
+
+
+def test_a_request_that_workers_do_not_store_ends_although_it_has_more_chunks_than_credits(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine(save_partial_chunks=True, credit_limit=3, block_count=256)
+    engine.workers[0].skips_stores = True
+    engine.serve("a", list(range(28 * CHUNK)))
+    engine.settle()
+    assert not engine.node.chunks
+    engine.check_nothing_is_left()
+
+
 def test_a_node_that_refuses_a_credit_costs_the_tail_only(make_engine: MakeEngine) -> None:
     engine = make_engine(save_partial_chunks=True)
     engine.node.grants_partial = False
