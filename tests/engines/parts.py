@@ -55,6 +55,10 @@ class NodeParts:
 
         self._attached(dropped)
 
+    def drop_key(self, key: bytes) -> None:
+        """Has the node drop one chunk."""
+        self._attached(lambda engine: engine.say(drop_damaged=[key]))
+
     def wait_on_disk(self, prompt: Sequence[int], folder: Path, item_count: int = 1) -> None:
         """Waits until the node has written the longest hit to its disk.
 

@@ -20,6 +20,17 @@ class ExtentChecksum:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AuditedExtent:
+    """A held chunk, or one part of it, of which the first tokens are computed again."""
+
+    held: ExtentChecksum
+    token_count: int
+    """Tokens of the held chunk."""
+    computed_count: int
+    """Tokens of the chunk that is computed: all of them, or fewer if the prompt ends inside the chunk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoadPlan:
     """Extents to copy into a request's pages."""
 
@@ -51,9 +62,8 @@ class StepPlan(KVConnectorMetadata):
     tails: dict[str, list[ChunkCopy]] = field(default_factory=dict)
     """Stores of finished requests, whose pages vLLM keeps until each worker reports that it is done with them: also
     without copies."""
-    audits: dict[int, ExtentChecksum] = field(default_factory=dict)
-    """Extents with chunks that were computed again, to compare with what an extent that is written now has then; the
-    key is the offset of that one."""
+    audits: dict[int, AuditedExtent] = field(default_factory=dict)
+    """Held chunks to compare with what is written now; the key is the offset of the extent that is written."""
 
 
 class LayerError(NamedTuple):

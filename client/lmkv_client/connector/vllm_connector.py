@@ -121,7 +121,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             if spec.format == TOKEN_MAJOR and vllm_config.device_config.device_type == "cpu":
                 for group in kv_cache_config.kv_cache_groups:
                     if isinstance(cache := group.kv_cache_spec, AttentionSpec):
-                        check_packing(attention_isa(vllm_config, cache.head_size, cache.block_size), cache)
+                        isa = attention_isa(vllm_config, cache.head_size, cache.block_size)
+                        check_packing(isa, cache.head_size, cache.block_size, cache.dtype)
             tensor_rank, tensor_ranks = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
             rank = worker_rank(stage, tensor_rank, tensor_ranks)
             self._worker = WorkerSide(

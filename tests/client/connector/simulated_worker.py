@@ -15,6 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from lmkv_client.connector.messages import (
+    AuditedExtent,
     Comparison,
     LayerError,
     LoadPlan,
@@ -205,14 +206,20 @@ class SimulatedWorker:
             content = [page[slot] for page, slot in self.slots(copy)]
             self._pool[copy.offset][self.rank, copy.group] = content
             written = report.stores.setdefault(copy.offset, StoreResult(rank_count=1, checksum=0))
-            if held := plan.audits.get(copy.offset):
+            if audited := plan.audits.get(copy.offset):
                 written.comparison = written.comparison or Comparison()
-                written.comparison.add(self._compare(content, self._pool[held.offset][self.rank, copy.group]))
+                held = self._pool[audited.held.offset][self.rank, copy.group]
+                written.comparison.add(self._compare(content, held, audited))
             else:
                 written.checksum = (written.checksum + sum(content)) % 2**64
 
-    def _compare(self, fresh: list[int], held: list[int]) -> Comparison:
-        """As the worker side: numbers that differ differ without bound, and what was overwritten says nothing."""
+    def _compare(self, fresh: list[int], held: list[int], audited: AuditedExtent) -> Comparison:
+        """As the worker side: numbers that differ differ without bound, and what was overwritten says nothing. Both
+        have the last tokens of their chunk, and those are compared that both have."""
+        behind = audited.token_count - audited.computed_count
+        held = held[: len(held) - behind]
+        count = min(len(fresh), len(held))
+        fresh, held = fresh[len(fresh) - count :], held[len(held) - count :]
         error = 0.0 if fresh == held else math.inf
         return Comparison(layers={0: LayerError(error, error)}, is_void=SPOILT in held)
 

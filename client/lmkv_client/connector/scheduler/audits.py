@@ -3,10 +3,11 @@
 hit  ├─ loaded ─────────────┤─ computed, though held ─┤─ not held ─┤
                              └─ compared with the held chunks, in the place of a store
 
-An audited hit is offered to vLLM without its last chunk, or sometimes without more, so that early chunks are audited,
-too. A hit that is of use only as a whole is not loaded at all. A chunk that differs by more than rounding is suspect:
-so may be those before it, which were loaded. The next hit with it is not loaded at all, and the first of its chunks
-that differs is wrong.
+An audited hit is offered to vLLM without its last full chunk and what is behind it, or sometimes without more, so that
+early chunks are audited, too. Of a hit that ends inside a chunk the tokens are compared that the prompt and the held
+chunk have in common. A hit that is of use only as a whole is not loaded at all. A chunk that differs by more than
+rounding is suspect: so may be those before it, which were loaded. The next hit with it is not loaded at all, and the
+first of its chunks that differs is wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lmkv_client.connector.messages import Comparison, LayerError
 from lmkv_client.connector.scheduler.block_copies import items_of
 from lmkv_client.connector.scheduler.loads import check
 from lmkv_client.connector.scheduler.pending_stores import PendingStore
-from lmkv_client.connector.scheduler.request_state import Audit, HeldPart, RequestLookup, RequestState
+from lmkv_client.connector.scheduler.request_state import Audit, HeldEnd, HeldPart, RequestLookup, RequestState
 from lmkv_client.connector.vllm_api import init_logger
 from lmkv_client.engine.session import Session
 
@@ -201,15 +202,18 @@ class Audits:
     def begin(self, state: RequestState) -> None:
         """The engine computes the rest of a request: if its hit is audited, held chunks among it are compared."""
         audit, state.lookup.audit = state.lookup.audit, None
-        if audit is None or not (held := self._held(state.lookup, audit)):
+        if audit is None:
+            return
+        held, end = self._held(state.lookup, audit)
+        if not held and end is None:
             return
         store = state.store
-        store.audit, store.held = audit, held
+        store.audit, store.held, store.held_end = audit, held, end
         store.stored_count = min(store.stored_count, audit.first)
         store.passed_count = min(store.passed_count, audit.first)
         state.account.unused = MissReason.AUDITED
         if report := self._reports.get(audit.name):
-            report.chunk_count += len(held)
+            report.chunk_count += len(held) + len(end.parts if end else ())
         else:
             self._budget -= audit.token_count
         self._session.counters.add("audited_tokens", audit.token_count)
@@ -281,9 +285,10 @@ class Audits:
             return self._choose_named(state, computed_count)
         if not rate:
             return None
-        first, stop = -(-computed_count // self._size), hit // self._size
+        first, stop = -(-computed_count // self._size), -(-hit // self._size)
         if first >= stop:
             return None
+        full_count = min(stop, state.lookup.tokens_in(state.lookup.hit_count()) // self._size)
         keys = state.lookup.hit_keys[:stop]
         if suspect := self._suspect_in(keys[first:]):
             return Audit(first=first, token_count=hit - first * self._size, suspect=suspect)
@@ -294,7 +299,7 @@ class Audits:
         if sampled >= rate or not in_pool:
             return None
         if not self._is_whole:
-            first = first + int(place * (stop - first)) if deep < DEEP_SHARE else stop - 1
+            first = first + int(place * (stop - first)) if deep < DEEP_SHARE else max(first, full_count - 1)
         token_count = hit - first * self._size
         is_affordable = rate == 1 or token_count <= self._budget
         return Audit(first=first, token_count=token_count) if is_affordable else None
@@ -304,7 +309,8 @@ class Audits:
         of its name and at those after which a chunk is suspect."""
         first, lookup = -(-computed_count // self._size), state.lookup
         held_count = lookup.hit_count(pool_only=True)
-        stop = lookup.tokens_in(held_count) // self._size
+        end = lookup.tokens_in(held_count)
+        stop = -(-end // self._size)
         suspect = self._suspect_in(lookup.hit_keys[first:stop])
         report = self._reports.get(state.audit_name)
         if report and report.chunk_count and not suspect:
@@ -318,13 +324,12 @@ class Audits:
             "in the pages of the engine": min(first, stop),
             "not in the pool": elsewhere_count,
             "not held": max(0, state.full_count - stop - elsewhere_count),
-            "shorter than a chunk": int(state.token_count % self._size > 0),
+            "shorter than a chunk": int(stop + elsewhere_count <= state.full_count and not state.ends_with_a_chunk),
         }
         report.skipped = {reason: count for reason, count in reasons.items() if count}
         if first >= stop:
             return None
-        token_count = (stop - first) * self._size
-        return Audit(first=first, token_count=token_count, suspect=suspect, name=state.audit_name)
+        return Audit(first=first, token_count=end - first * self._size, suspect=suspect, name=state.audit_name)
 
     def _suspect_in(self, keys: Sequence[ChunkKey]) -> ChunkKey | None:
         """A suspect among these keys that no request computes now."""
@@ -332,17 +337,24 @@ class Audits:
             return None
         return next((key for key in keys if (known := self._suspects.get(key)) and not known.request_id), None)
 
-    def _held(self, lookup: RequestLookup, audit: Audit) -> dict[tuple[int, int], HeldPart]:
-        """The chunks in the pool that are computed again and can be compared, by part and index."""
+    def _held(self, lookup: RequestLookup, audit: Audit) -> tuple[dict[tuple[int, int], HeldPart], HeldEnd | None]:
+        """The chunks in the pool that are computed again and can be compared: the full ones by part and index, and the
+        one in which the hit ends."""
         size, spec = self._size, self._session.spec
-        end = lookup.tokens_in(lookup.hit_count())
-        full_count = end // size
-        held = {}
-        for item, chunk in zip(spec.items(full_count, end % size), lookup.chunks, strict=False):
-            if audit.first <= item.chunk < full_count and item.part in self._tolerances:
-                tier = lookup.sources.tier_at(item.chunk * size, size)
-                held[item.part, item.chunk] = HeldPart(extent=check(chunk), tier=tier, peer_id=lookup.peer_id)
-        return held
+        full_count, rest_count = divmod(lookup.tokens_in(lookup.hit_count()), size)
+        held, end = {}, {}
+        for item, chunk in zip(spec.items(full_count, rest_count), lookup.chunks, strict=False):
+            if item.chunk < audit.first or item.part not in self._tolerances:
+                continue
+            tier = lookup.sources.tier_at(item.chunk * size, size)
+            part = HeldPart(extent=check(chunk), token_count=chunk.token_count, tier=tier, peer_id=lookup.peer_id)
+            if item.chunk < full_count:
+                held[item.part, item.chunk] = part
+            elif chunk.token_count >= rest_count:
+                end[item.part] = part
+        if not end:
+            return held, None
+        return held, HeldEnd(key=lookup.hit_keys[full_count], index=full_count, token_count=rest_count, parts=end)
 
     def _suspect(self, store: PendingStore, error: LayerError) -> None:
         self._suspects[store.key] = Suspicion(error=error)
@@ -360,7 +372,8 @@ class Audits:
     def _wrong(self, store: PendingStore) -> list[ChunkKey]:
         """Logs a chunk that has differed twice; returns its key, and those of the chunks behind it in the prompt."""
         state = store.state
-        keys = [*state.chain.keys[store.index :], *([state.partial_key] if state.partial_key else [])]
+        behind = [*state.chain.keys[store.index :], *([state.partial_key] if state.partial_key else [])]
+        keys = list(dict.fromkeys([store.key, *behind]))
         for key in keys:
             self._suspects.pop(key, None)
         logger.error(

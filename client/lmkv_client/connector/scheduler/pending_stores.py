@@ -21,17 +21,17 @@ class PendingStore:
     state: RequestState
     part: int
     key: ChunkKey
-    parent: bytes
+    parent: bytes = b""
     """Key of the chunk before it. Of the first: empty, or the root of the key chain if it is a partial chunk."""
-    superseded: bytes
+    superseded: bytes = b""
     """Key of an earlier chunk whose part is needed less once this one is stored, or of a partial chunk with which this
     one begins; empty if there is none."""
-    prefix_digests: bytes
+    prefix_digests: bytes = b""
     """`lmkv.keys.prefix_digests` of a chunk in which a prompt or an answer has ended; otherwise empty."""
     index: int
     token_count: int
     """Fewer than a chunk's: it is a partial chunk."""
-    blocks: ChunkBlocks
+    blocks: ChunkBlocks = ()
     """Its blocks, for KV events when it is committed; empty if it has none."""
     source: WriteCredits
     """The credits from which its extent was taken."""
@@ -131,14 +131,20 @@ class EndedRequest:
         """Full chunks that are not stored yet."""
         return 0 if self.is_discarded else max(0, self.full_count - self.state.store.stored_count)
 
+    @property
+    def partial_counts(self) -> list[int]:
+        """The tokens of the partial chunk that is to be stored, and of the one that is to be compared."""
+        end = self.state.store.held_end
+        return [count for count in (self.rest_count, end.token_count if end else 0) if count and not self.is_discarded]
+
     def awaits_answer(self, own: PartCredits) -> bool:
         """Whether it needs credits that are requested and not there."""
         if self.is_discarded:
             return False
-        if len(own[0]) < self.missing_count and own[0].requested_count:
-            return True
-        rest = own.partial(self.rest_count) if self.rest_count else None
-        return rest is not None and not len(rest) and rest.requested_count > 0
+        kinds = [own.partial(token_count) for token_count in self.partial_counts]
+        return (len(own[0]) < self.missing_count and own[0].requested_count > 0) or any(
+            not len(kind) and kind.requested_count > 0 for kind in kinds
+        )
 
     def awaits_credits(self, own: PartCredits) -> bool:
         """Whether it needs credits that are requested, or can be once chunks that are written now are committed: the
@@ -165,9 +171,9 @@ class EndedRequests:
         return sum(request.missing_count for request in self._requests)
 
     @property
-    def rest_counts(self) -> Counter[int]:
-        """The partial chunks that are to be stored, by number of tokens."""
-        return Counter(one.rest_count for one in self._requests if one.rest_count and not one.is_discarded)
+    def partial_counts(self) -> Counter[int]:
+        """The partial chunks that are to be stored, or compared, by number of tokens."""
+        return Counter(count for one in self._requests for count in one.partial_counts)
 
     def add(self, state: RequestState, full_count: int, rest_count: int, block_ids: BlockIds) -> None:
         """Adds a request that has just finished."""

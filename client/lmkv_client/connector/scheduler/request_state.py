@@ -52,10 +52,28 @@ class HeldPart:
 
     extent: ExtentChecksum
     """It is not held meanwhile: the checksum says whether its bytes are still there."""
+    token_count: int
+    """Tokens of the chunk."""
     tier: str
     """The tier that had it at the lookup."""
     peer_id: str
     """The peer of the lookup, if one had chunks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldEnd:
+    """The chunk at the end of a hit that ends inside it: a partial chunk, or one with more tokens than the prompt."""
+
+    key: ChunkKey
+    index: int
+    """The number of full chunks before it."""
+    token_count: int
+    """Tokens that it has in common with the prompt."""
+    parts: Mapping[int, HeldPart]
+
+    def is_computed(self, computed_count: int, chunk_size: int) -> bool:
+        """Whether the first `computed_count` tokens of the prompt have all that are to be compared."""
+        return computed_count >= self.index * chunk_size + self.token_count
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -161,6 +179,8 @@ class StoreProgress:
     """The audit of the request's hit, once the engine computes it."""
     held: dict[tuple[int, int], HeldPart] = field(default_factory=dict)
     """Chunks that are not to be stored but compared with those that the pool has, by part and index."""
+    held_end: HeldEnd | None = None
+    """The chunk at the end of the hit, if it is to be compared, too."""
 
     def expect_end(self, chunk_count: int) -> None:
         """Has the window before the end of the first `chunk_count` chunks stored."""

@@ -205,6 +205,7 @@ class SchedulerSide:
             return
         self._session.queue.expect(request.request_id, state.token_count - state.computed_count - extra_count)
         self._audits.begin(state)
+        self._stores.begin_audit(state)
         if extra_count > 0:
             self._hit_choice.begin(state)
             self._loads.begin(state, extra_count, blocks.get_block_ids())

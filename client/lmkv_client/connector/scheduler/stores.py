@@ -16,12 +16,12 @@ from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
 from lmkv_client.connector.adapters import Adapters
-from lmkv_client.connector.messages import ExtentChecksum, WorkerReport
+from lmkv_client.connector.messages import AuditedExtent, WorkerReport
 from lmkv_client.connector.scheduler.audits import Audits
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, PartExtent, has_null_page
 from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.pending_stores import EndedRequest, EndedRequests, PendingStore, PendingStores
-from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
+from lmkv_client.connector.scheduler.request_state import HeldEnd, RequestLookup, RequestState
 from lmkv_client.connector.scheduler.windows import Windows
 from lmkv_client.connector.vllm_api import SchedulerOutput, init_logger
 from lmkv_client.engine.session import Session
@@ -100,7 +100,7 @@ class Stores:
         self._ended = EndedRequests(options.clock)
         self._asked: list[int] = []
         """Lengths of partial chunks for which to request credits."""
-        self._planned_audits: dict[int, ExtentChecksum] = {}
+        self._planned_audits: dict[int, AuditedExtent] = {}
 
     def __len__(self) -> int:
         """Chunks that workers write, and finished requests whose last tokens they are still to write."""
@@ -168,6 +168,12 @@ class Stores:
         self._ask_for_end(state)
         self._exchange()
 
+    def begin_audit(self, state: RequestState) -> None:
+        """Requests a credit for the end of the request's hit, if it is compared."""
+        if end := state.store.held_end:
+            self._ask(end.token_count)
+            self._exchange()
+
     def _ask_for_end(self, state: RequestState) -> None:
         """Asks for a credit for the end of a prompt, once."""
         if not state.store.partial_is_stored and not state.store.end_is_requested and state.store.may_store:
@@ -180,6 +186,8 @@ class Stores:
 
     def _plan(self, state: RequestState, done_count: int, output: SchedulerOutput, copies: list[ChunkCopy]) -> None:
         size = self._spec.chunk_size
+        end = state.store.held_end
+        compares_end = end and end.is_computed(done_count, size) and self._has_credits(end)
         prompt_done = done_count >= state.token_count
         if prompt_done and not self._with_decode:
             done_count = state.token_count
@@ -188,9 +196,11 @@ class Stores:
         tokens = state.token_count % size
         partial = prompt_done and not state.store.partial_is_stored and len(self._session.credits.partial(tokens)) > 0
         is_passed = not self._freed_parts or full <= state.store.passed_count
-        if full <= state.store.stored_count and not partial and is_passed:
+        if full <= state.store.stored_count and not partial and is_passed and not compares_end:
             return
         block_ids = output.kv_connector_block_state.get_block_ids(state.request_id)
+        if compares_end:
+            self._compare_end(state, block_ids, copies)
         if self._freed_parts:
             self._plan_freed(state, full, block_ids, copies)
         for index in range(state.store.stored_count, full):
@@ -208,7 +218,10 @@ class Stores:
         no credit before. Whether there is any: then its pages must stay until `plan_ended` has returned its copies, and
         these are made.
         """
-        is_of_use = self._with_tails or state.store.held  # held chunks are to be compared
+        end = state.store.held_end
+        if end and not end.is_computed(computed_count, self._spec.chunk_size):
+            end = state.store.held_end = None
+        is_of_use = self._with_tails or state.store.held or end  # held chunks are to be compared
         if not is_of_use or not state.store.may_store or state.store.failure_count >= MAX_FAILURES:
             return False
         size = self._spec.chunk_size
@@ -218,10 +231,10 @@ class Stores:
         rest = done_count - full * size if self._with_tails else 0
         if done_count == state.token_count and state.store.partial_is_stored:
             rest = 0
-        if full <= state.store.stored_count and not rest:
+        if full <= state.store.stored_count and not rest and not end:
             return False
         self._ended.add(state, full, rest, block_ids)
-        if rest and len(self._session.credits.partial(rest)) < self._ended.rest_counts[rest]:
+        if rest and len(self._session.credits.partial(rest)) < self._ended.partial_counts[rest]:
             self._ask(rest)
         return True
 
@@ -248,6 +261,7 @@ class Stores:
         if not ended.is_discarded:
             state.store.tail_is_lost = ended.rest_count > 0
             self._write_ended(ended, copies)
+            self._compare_end(state, ended.block_ids, copies)
         self.finished(state)
         return copies
 
@@ -269,6 +283,33 @@ class Stores:
             state.store.tail_is_lost = False
             if ended.full_count * self._spec.chunk_size + ended.rest_count == state.token_count:
                 state.store.partial_is_stored = True
+
+    def _has_credits(self, end: HeldEnd) -> bool:
+        return all(len(self._session.credits.partial(end.token_count, part)) for part in end.parts)
+
+    def _compare_end(self, state: RequestState, block_ids: BlockIds, copies: list[ChunkCopy]) -> None:
+        """Adds the copies of the end of a hit that is compared, of the parts that have a credit and all their pages."""
+        end, state.store.held_end = state.store.held_end, None
+        for part, held in end.parts.items() if end else ():
+            assert end
+            source = self._session.credits.partial(end.token_count, part)
+            if (offset := source.take()) is None:
+                continue
+            own = self._blocks.stored(PartExtent(part, end.index, end.token_count, offset), block_ids)
+            if has_null_page(own):
+                source.return_unwritten(offset)
+                continue
+            copies += own
+            store = PendingStore(
+                state=state,
+                part=part,
+                key=end.key,
+                index=end.index,
+                token_count=end.token_count,
+                source=source,
+                held=held,
+            )
+            self._add(offset, store)
 
     def _write_tail(
         self, state: RequestState, index: int, token_count: int, block_ids: BlockIds, copies: list[ChunkCopy]
@@ -388,12 +429,17 @@ class Stores:
             source=source,
             held=state.store.held.pop((part, index), None) if is_full else None,
         )
-        self._pending.add(offset, store)
-        if store.held:
-            self._planned_audits[offset] = store.held.extent
+        self._add(offset, store)
 
-    def take_audits(self) -> dict[int, ExtentChecksum]:
-        """The extents to compare with what the plans since the last call write, by the offset of the latter."""
+    def _add(self, offset: int, store: PendingStore) -> None:
+        self._pending.add(offset, store)
+        if held := store.held:
+            self._planned_audits[offset] = AuditedExtent(
+                held=held.extent, token_count=held.token_count, computed_count=store.token_count
+            )
+
+    def take_audits(self) -> dict[int, AuditedExtent]:
+        """The held chunks to compare with what the plans since the last call write, by offset."""
         planned, self._planned_audits = self._planned_audits, {}
         return planned
 
@@ -461,7 +507,8 @@ class Stores:
         requests that run."""
         returned: list[int] = []
         if self._session.credits.has_partial:
-            wanted = self._ended.rest_counts
+            wanted = self._ended.partial_counts
+            wanted.update(state.store.held_end.token_count for state in states if state.store.held_end)
             waiting = (state for state in states if state.store.end_is_requested and not state.store.partial_is_stored)
             wanted.update(state.token_count % self._spec.chunk_size for state in waiting)
             returned = self._session.credits.take_unused(wanted)

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from lmkv.errors import ConfigError
 from lmkv.pool.pool import Pool
-from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv.spec import LOSSY_DTYPES, NATIVE_TILES, KvPart, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_END
 from lmkv_client.connector.engine_kv import LayerGroup
-from lmkv_client.connector.vllm_api import AttentionSpec, cpu_store_kv
+from lmkv_client.connector.vllm_api import cpu_store_kv
 from lmkv_client.connector.worker.running_copies import CopyHandle, GatherTask, ThreadTask, begin_each, grouped_bytes
 from lmkv_client.processors import use_processors
 from lmkv_kernels import ChunkCopy, Pages, gather, packed_rows, scatter, token_rows, whole_states, whole_tiles
@@ -204,20 +204,20 @@ def make_pages(tensors: Sequence[torch.Tensor], spec: KvSpec, group: LayerGroup,
     return pages
 
 
-def check_packing(isa: str, cache: AttentionSpec) -> None:
+def check_packing(isa: str, head_size: int, block_size: int, dtype: torch.dtype) -> None:
     """Tries out whether this engine's CPU attention packs a block as `packed_rows` has it.
 
     vLLM stores some random keys and values, and they are read back. Raises `ConfigError` if they are not the same.
     """
 
-    heads, size, tokens = 2, cache.head_size, TRIAL_BLOCKS * cache.block_size
+    heads, tokens = 2, TRIAL_BLOCKS * block_size
     generator = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(tokens, heads, size, generator=generator).to(cache.dtype) for _ in range(2))
-    pages_memory = torch.zeros(TRIAL_BLOCKS + 1, heads, cache.block_size, 2 * size, dtype=cache.dtype)
+    keys, values = (torch.randn(tokens, heads, head_size, generator=generator).to(dtype) for _ in range(2))
+    pages_memory = torch.zeros(TRIAL_BLOCKS + 1, heads, block_size, 2 * head_size, dtype=dtype)
     # As vLLM's CPU attention divides it up.
-    halves = pages_memory.view(TRIAL_BLOCKS + 1, heads, 2 * cache.block_size, size).chunk(2, dim=2)
+    halves = pages_memory.view(TRIAL_BLOCKS + 1, heads, 2 * block_size, head_size).chunk(2, dim=2)
     block_ids = list(range(TRIAL_BLOCKS, 0, -1))
-    slots = torch.tensor([block * cache.block_size + slot for block in block_ids for slot in range(cache.block_size)])
+    slots = torch.tensor([block * block_size + slot for block in block_ids for slot in range(block_size)])
     try:
         cpu_store_kv(keys, values, halves, slots, isa)
         pages = packed_rows([pages_memory], 0, heads)
@@ -229,6 +229,18 @@ def check_packing(isa: str, cache: AttentionSpec) -> None:
     expected = torch.stack([keys, values]).permute(2, 0, 1, 3).contiguous()  # [head, part, token, element]
     if not torch.equal(chunk, expected.view(torch.uint8).flatten()):
         raise _unknown(isa, "keys and values were not where they should be")
+
+
+@cache
+def is_packed(part: KvPart) -> bool:
+    """Whether the native tiles of a part are packed as `packed_rows` has them; False if that is not known."""
+    if not part.tile_isa or part.mla or part.kv_dtype not in LOSSY_DTYPES:
+        return False
+    try:
+        check_packing(part.tile_isa.split("-")[0], part.head_size, part.block_size, getattr(torch, part.kv_dtype))
+    except ConfigError:
+        return False
+    return True
 
 
 def _unknown(isa: str, why: str) -> ConfigError:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lmkv_client.connector.messages import ExtentChecksum, LoadPlan
+from lmkv_client.connector.messages import AuditedExtent, LoadPlan
 from lmkv_client.connector.vllm_api import init_logger
 from lmkv_kernels import ChunkCopy, Pages, copied_bytes
 
@@ -197,8 +197,8 @@ class RunningStore:
     started_at: float
     finished_ids: Sequence[str] = ()
     """Finished requests whose pages are read."""
-    audits: Mapping[int, ExtentChecksum] = field(default_factory=dict)
-    """Extents to compare with what is written, as in `StepPlan`."""
+    audits: Mapping[int, AuditedExtent] = field(default_factory=dict)
+    """Held chunks to compare with what is written, as in `StepPlan`."""
 
 
 def by_group(copies: Sequence[ChunkCopy], group_count: int) -> dict[int, list[int]]:

@@ -19,6 +19,7 @@ from lmkv.spec import KvSpec
 from lmkv_client.connector.engine_kv import LayerGroup
 from lmkv_client.connector.identity import HeadShare
 from lmkv_client.connector.messages import (
+    AuditedExtent,
     Comparison,
     ExtentChecksum,
     LoadPlan,
@@ -350,21 +351,21 @@ class WorkerSide:
         for copy, part in zip(storing.copies, storing.copying.checksums, strict=True):
             sums[copy.offset] = sums.get(copy.offset, 0) + part  # an extent has the layers of several groups
         for offset, total in sums.items():
-            if held := storing.audits.get(offset):
+            if audited := storing.audits.get(offset):
                 copies = [copy for copy in storing.copies if copy.offset == offset]
-                self._comparing[offset] = self._checker.submit(self._compare, copies, held)
+                self._comparing[offset] = self._checker.submit(self._compare, copies, audited)
             else:
                 report.stores[offset] = StoreResult(rank_count=1, checksum=total & 0xFFFF_FFFF_FFFF_FFFF)
 
-    def _compare(self, copies: Sequence[ChunkCopy], held: ExtentChecksum) -> Comparison:
+    def _compare(self, copies: Sequence[ChunkCopy], audited: AuditedExtent) -> Comparison:
         """Compares what was written with a held extent, which counts only if it has not changed meanwhile."""
         comparison = Comparison(is_void=self._pool is None or self._pages_are_released)
         if self._pool and not comparison.is_void:
             memory = self._pool.pool.buffer
             for copy in copies:
-                group = self._groups[copy.group]
-                dtype = self._spec.parts[group.part].kv_dtype
-                comparison.add(compare(self._pages[copy.group], dtype, memory, copy, held.offset))
+                part = self._spec.parts[self._groups[copy.group].part]
+                comparison.add(compare(self._pages[copy.group], part, memory, copy, audited))
+            held = audited.held
             comparison.is_void = checksum(memory, held.offset, held.size_bytes) != held.checksum
         return comparison
 

@@ -89,7 +89,51 @@ def test_a_request_of_one_token_is_audited_when_it_has_ended(make_engine: MakeEn
     forget_pages(engine)
     engine.serve("a", PROMPT, output=1)
     engine.settle()
-    assert outcomes(engine) == {"equal": 1}
+    assert outcomes(engine) == {"equal": 1 + with_ends}
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize(("first_output", "length"), [(1, 200), (1, 201), (1, 230), (30, 230), (30, 300), (30, 400)])
+def test_the_end_of_a_hit_inside_a_chunk_is_compared(
+    make_engine: MakeEngine, first_output: int, length: int, is_wrong: bool
+) -> None:
+    """Whether the prompt ends with the held tokens, later in the same chunk, or in a later chunk."""
+    engine = make_engine(audit_rate=1, save_partial_chunks=True, rank_count=2)
+    engine.serve("filler", PROMPT, output=first_output)
+    forget_pages(engine)
+    (*_, end) = (chunk for chunk in engine.node.chunks.values() if chunk.token_count < CHUNK)
+    if is_wrong:
+        for rows in end.content.values():
+            rows[1] += 1
+    engine.serve("a", [*PROMPT, *engine.said["filler"], *range(300)][:length])
+    engine.settle()
+    assert outcomes(engine) == ({"equal": 1, "suspect": 1} if is_wrong else {"equal": 2})
+    (audited,) = (one.chunk for one in engine.node.audits if one.chunk.token_count < CHUNK)
+    assert (audited.first_token, audited.token_count) == (FULL_COUNT * CHUNK, end.token_count)
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_a_wrong_end_of_a_hit_is_confirmed_and_dropped(make_engine: MakeEngine, asked_for: bool) -> None:
+    engine = make_engine(audit_rate=0 if asked_for else 1, save_partial_chunks=True)
+    engine.serve("filler", PROMPT, output=1)
+    forget_pages(engine)
+    key, end = list(engine.node.chunks.items())[-1]
+    for rows in end.content.values():
+        rows[1] += 1
+    params = {"lmkv": {"audit": "mine"}} if asked_for else None
+    for name in ("a", "b"):
+        forget_pages(engine)
+        engine.serve(name, PROMPT, output=4, transfer=params)
+        engine.settle()
+    counts = outcomes(engine)
+    assert (counts["suspect"], counts["wrong"]) == (1, 1)
+    (wrong,) = (audited for audited in engine.node.audits if audited.wrong_keys)
+    assert wrong.chunk.chunk_key == key == wrong.wrong_keys[: len(key)]
+    if asked_for:
+        report = engine.transfer_params["b"]["lmkv"]["audit"]
+        assert report["skipped"] == {}
     engine.check_nothing_is_left()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lmkv_client.connector.identity import head_shares
-from lmkv_client.connector.messages import Comparison, ExtentChecksum, StoreResult
+from lmkv_client.connector.messages import AuditedExtent, Comparison, ExtentChecksum, StoreResult
 from lmkv_client.connector.worker import page_copier
 from lmkv_client.connector.worker import side as worker_module
 from lmkv_client.connector.worker.comparison import compare
@@ -185,7 +185,9 @@ def test_pages_are_released_after_the_comparisons_that_read_them(
     worker = make_worker(source)
     stored(worker, served, {0: [3, 17]})
     held = ExtentChecksum(offset=0, size_bytes=CHUNK_BYTES, checksum=checksum(served.pool.buffer, 0, CHUNK_BYTES))
-    plan = replace(plan_of(served, stores=[chunk_copy(1, [3, 17])]), audits={CHUNK_BYTES: held})
+    copy = chunk_copy(1, [3, 17])
+    audited = AuditedExtent(held=held, token_count=copy.extent_tokens, computed_count=copy.extent_tokens)
+    plan = replace(plan_of(served, stores=[copy]), audits={CHUNK_BYTES: audited})
 
     def compared() -> Comparison | None:
         report = worker.take_report()
