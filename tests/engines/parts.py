@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lmkv.keys import as_tokens, chunk_keys, root_key
+from lmkv.keys import ChunkKey, as_tokens, chunk_keys, root_key
 from lmkv.spec import KvSpec, PartItem
 from lmkv.v1.chunk_pb2 import Extent
 from tests.engines.faults import eventually
@@ -57,7 +57,12 @@ class NodeParts:
 
     def drop_key(self, key: bytes) -> None:
         """Has the node drop one chunk."""
-        self._attached(lambda engine: engine.say(drop_damaged=[key]))
+
+        async def dropped(engine: EngineClient) -> None:
+            await engine.say(drop_damaged=[key])
+            assert not (await engine.lookup("dropped", [ChunkKey(key)])).own
+
+        self._attached(dropped)
 
     def wait_on_disk(self, prompt: Sequence[int], folder: Path, item_count: int = 1) -> None:
         """Waits until the node has written the longest hit to its disk.
