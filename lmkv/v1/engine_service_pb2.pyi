@@ -576,7 +576,10 @@ Global___LayerDifference: _TypeAlias = LayerDifference  # noqa: Y015
 
 @_typing.final
 class KvInputs(_message.Message):
-    """The inputs of an engine's KV, by name. A node keeps the first 512 of them, and 256 characters of each value."""
+    """What the KV of an engine depends on, such as weights, configuration and versions: the value of each input by its name.
+    A node keeps 512 inputs of each map, the first by name. It keeps the first 256 characters of a name, and a digest in
+    place of a value that is longer than that.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -624,12 +627,12 @@ class KvInputs(_message.Message):
     OTHERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def named(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Inputs that the keys of its chunks name: engines of one key agree on them."""
+        """The inputs from which the engine makes the keys of its chunks. Two engines that use the same keys have the same values."""
 
     @_builtins.property
     def others(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Others, such as versions and entries of the configuration that no key names: an input that the keys lack is among those
-        that differ between two engines.
+        """The inputs that the keys do not depend on. If two engines compute different KV for the same key, the keys lack an
+        input, and it is likely one of those of which both have different values here.
         """
 
     def __init__(
