@@ -90,22 +90,6 @@ class Auditor:
             other.commit([Written(key=keys[LAST], extent=extent, parent=keys[LAST - 1])])
             assert other.missing(keys, timeout=10) == []
 
-    def plant_end(self, prompt: Sequence[int]) -> None:
-        """Stores the partial chunk at the end of a prompt again, with the heads in another order."""
-        config = {"node_address": self._address, "lookup_timeout": "5"}
-        with Engine.attach(self._spec, config=config) as other:
-            keys = other.keys(prompt, partial=True)
-            with other.lookup(keys, tokens=prompt) as held:
-                *_, end = held.load(timeout=10)
-                token_count = held.token_count - len(prompt) // CHUNK * CHUNK
-                shape = (self._spec.layer_count, self._spec.kv_head_count, -1)
-                wrong = np.roll(np.frombuffer(end.view, self._element).reshape(shape), 1, axis=1)
-            self._parts.drop_key(keys[-1])
-            (extent,) = other.reserve(1, timeout=10)
-            np.frombuffer(extent.view, self._element)[: wrong.size] = wrong.ravel()
-            other.commit([Written(key=keys[-1], extent=extent, token_count=token_count, parent=keys[-2])])
-            assert other.missing(keys, timeout=10) == []
-
     def audit(self, prompt: Sequence[int]) -> Answers:
         """What the engine says to a prompt when it has no pages of it."""
         return self.engine.ask_again(prompt)
@@ -227,24 +211,6 @@ def test_a_planted_fault_is_found_by_the_next_request(
     assert 0 < answers.cached_tokens < HIT_TOKENS
     if auditor.engine.options["dtype"] == "float32":
         assert answers.token_ids == expected
-
-
-@pytest.mark.parametrize("max_tokens", [1, 16])
-def test_ends_of_hits_inside_a_chunk_are_equal(auditor: Auditor, prompt: list[int], max_tokens: int) -> None:
-    """Also where the held chunk has tokens of an answer, or where the prompt goes on behind it."""
-    auditor.engine.ask(prompt, max_tokens=max_tokens)
-    for again in (prompt, prompt[:-30], [*prompt, *make_prompt(95, 10)], [*prompt, *make_prompt(95, CHUNK)]):
-        answers = auditor.engine.ask_again(again, max_tokens=max_tokens)
-        assert outcomes(answers) == {"equal": 2}, len(again)
-        assert answers.cached_tokens == LAST * CHUNK
-
-
-def test_a_wrong_end_of_a_prompt_inside_a_chunk_is_found(auditor: Auditor, prompt: list[int]) -> None:
-    expected = auditor.engine.ask(prompt, max_tokens=1).token_ids
-    auditor.plant_end(prompt)
-    answers = auditor.engine.ask_again(prompt, max_tokens=1)
-    assert outcomes(answers) == {"equal": 1, "suspect": 1}
-    assert answers.token_ids == expected
 
 
 def test_one_layer_of_old_weights_is_found(fleet: LlmFleet, prompt: list[int]) -> None:

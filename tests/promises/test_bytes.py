@@ -96,10 +96,16 @@ def test_the_record_of_a_chunk_in_the_file_of_a_pool() -> None:
 
 def test_the_header_of_an_object_in_a_remote_store() -> None:
     described = RemoteObject(
-        key=KEY, parent=PARENT, fingerprint=FINGERPRINT, token_count=0x0102, size_bytes=0x030405, checksum=0x0607
+        key=KEY,
+        parent=PARENT,
+        fingerprint=FINGERPRINT,
+        token_count=0x0102,
+        size_bytes=0x030405,
+        checksum=0x0607,
+        writer=b"writer 1",
     )
-    fields = b"lmkvobj1" + FINGERPRINT + KEY + PARENT + b"\x01" + little(0x0102, 4) + little(0x030405, 8)
-    fields += little(0x0607, 8)
+    fields = b"lmkvobj2" + FINGERPRINT + KEY + PARENT + b"\x01" + little(0x0102, 4) + little(0x030405, 8)
+    fields += little(0x0607, 8) + b"writer 1"
     assert described.header == fields + little(crc32(fields), 4)
     encrypted = b"lmkvenc\x01" + FINGERPRINT + KEY + PARENT + b"\x01" + little(0x0102, 8) + little(0x030405, 8)
     assert associated_data(described) == encrypted

@@ -392,25 +392,23 @@ def test_on_a_gpu_chunks_are_token_major(tiny_config: VllmConfig, monkeypatch: p
 def test_how_this_machines_attention_packs_a_block_is_known(
     tiny_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block_size: int, head_size: int
 ) -> None:
-    cache = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=head_size, dtype=dtype)
     monkeypatch.setattr(tiny_config.model_config, "dtype", dtype)
     isa = attention_isa(tiny_config, head_size, block_size)
     if isa == "amx":  # bfloat16 on processors with AMX
         with pytest.raises(ConfigError, match=r"kv_format: .*'amx'.*use kv_format native"):
-            check_packing(isa, cache)
+            check_packing(isa, head_size, block_size, dtype)
         isa = "vec"
-    check_packing(isa, cache)
+    check_packing(isa, head_size, block_size, dtype)
 
 
 def test_a_packing_that_is_not_as_expected_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match=r"kv_format: .*'mmx'.*use kv_format native"):
-        check_packing("mmx", cache)
+        check_packing("mmx", 64, 32, torch.bfloat16)
     monkeypatch.setattr(
         "lmkv_client.connector.worker.page_copier.packed_rows", token_rows
     )  # as if keys were not turned
     with pytest.raises(ConfigError, match=r"not where they should be.*use kv_format native"):
-        check_packing("vec", cache)
+        check_packing("vec", 64, 32, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

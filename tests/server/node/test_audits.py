@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -22,6 +25,7 @@ from lmkv_server.node.audits import LAST_AUDITS, MAX_WATCHES, MIN_WRONG, Circuit
 from lmkv_server.node.node import Node
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.node_parts import node_config
+from tests.support.encryption_keys import write_keys
 from tests.waiting import eventually, until
 
 KEYS = [ChunkKey(bytes([number]) * 16) for number in range(4)]
@@ -148,6 +152,54 @@ async def test_the_record_of_a_wrong_chunk_names_what_the_keys_lack(
                 assert (own if engine is reader else peer) in record
                 assert "in the pool for" in record
                 caplog.clear()
+
+
+def disk_of(folder: Path) -> dict[str, Any]:
+    return {"local_disk": (f"{folder}/disk",), "max_local_disk_size": 0.0625}
+
+
+def store_of(folder: Path) -> dict[str, Any]:
+    (folder / "store").mkdir(exist_ok=True)
+    return {"remote_url": f"file://{folder}/store", "max_remote_size": 0.0625}
+
+
+@pytest.mark.parametrize("more", ["", "codec", "encryption"])
+@pytest.mark.parametrize("tier", [disk_of, store_of], ids=["disk", "remote"])
+async def test_a_chunk_that_was_kept_outside_of_memory_names_the_engine_that_has_stored_it(
+    runtime_dir: Path, caplog: pytest.LogCaptureFixture, tier: Callable[[Path], dict[str, Any]], more: str
+) -> None:
+    """Although other engines of the spec have attached to the node since, and that one has not."""
+    settings = tier(runtime_dir)
+    if more == "codec":
+        settings["local_disk_codec" if tier is disk_of else "remote_codec"] = "zstd"
+    elif more:
+        settings["encryption_key_file"] = write_keys(runtime_dir / "keys", "a")
+    async with (
+        Node(node_config(runtime_dir, "a", **settings)) as node,
+        EngineClient(node, "writer", inputs=WRITER) as writer,
+    ):
+        await store(writer, checksum(bytes(writer.spec.chunk_bytes)))
+        (kept,) = node.stores
+        await until(lambda: kept.stats().written_chunks == 5)
+    async with (
+        Node(node_config(runtime_dir, "a", **settings)) as node,
+        EngineClient(node, "newer", inputs=replace(READER, others={"lmkv": "2.0"})),
+        EngineClient(node, "reader", inputs=READER) as reader,
+    ):
+        request = pb.LoadRequest(fingerprint=reader.spec.fingerprint, chunk_keys=KEYS)
+        await eventually(lambda: loaded(reader, request), len(KEYS))
+        await reader.say(audited=compared(pb.AUDIT_OUTCOME_WRONG, 1))
+        await until(lambda: "is wrong" in caplog.text)
+        (record,) = (line for line in caplog.messages if "is wrong" in line)
+        assert "Engine that stored it: lmkv 1.0, vllm 0.31.0. " in record
+        assert "both engines differ: config.rope_theta 10000, here 500000; vllm 0.31.0, here 0.32.0" in record
+    if more == "encryption":
+        assert not files_with(runtime_dir, b"rope_theta")
+
+
+def files_with(folder: Path, content: bytes) -> list[Path]:
+    """The files somewhere in a folder that have some bytes in them."""
+    return [path for path in folder.rglob("*") if path.is_file() and content in path.read_bytes()]
 
 
 async def loaded(engine: EngineClient, request: pb.LoadRequest) -> int:

@@ -372,8 +372,9 @@ class Audits:
     def _wrong(self, store: PendingStore) -> list[ChunkKey]:
         """Logs a chunk that has differed twice; returns its key, and those of the chunks behind it in the prompt."""
         state = store.state
-        behind = [*state.chain.keys[store.index :], *([state.partial_key] if state.partial_key else [])]
-        keys = list(dict.fromkeys([store.key, *behind]))
+        ends = [state.lookup.partial.key] if state.lookup.partial else []
+        ends += [state.partial_key] if state.partial_key else []
+        keys = list(dict.fromkeys([store.key, *state.chain.keys[store.index :], *ends]))
         for key in keys:
             self._suspects.pop(key, None)
         logger.error(

@@ -71,6 +71,11 @@ class Origin:
     writers: Sequence[KvInputs] = ()
     """The inputs of the engine that has stored them; or of engines that may have; empty if none is known."""
 
+    @property
+    def writer(self) -> KvInputs | None:
+        """The inputs of the engine that has stored them, if it is known; peers name engines that may have."""
+        return self.writers[0] if len(self.writers) == 1 and not self.peer_id else None
+
 
 UNKNOWN_ORIGIN = Origin()
 

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from lmkv.keys import ChunkKey
+from lmkv.kv_inputs import KvInputs
 from lmkv.misses import MissReason
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers.base import TierStats
@@ -264,6 +265,10 @@ class ReadChunk(ChunkDescription, Protocol):
     def moved_bytes(self) -> int:
         """Bytes that were read for it: of an encoded chunk, those of its code."""
 
+    @property
+    def writer(self) -> bytes:
+        """The id of the inputs of the engine that has stored it (`KvInputs.id`); empty if that is not known."""
+
 
 class Backend(Reopened, Protocol[C]):
     """One folder or store. A failed call marks its health closed; none raises but for cancellation."""
@@ -294,8 +299,13 @@ class Backend(Reopened, Protocol[C]):
         The memory is written to until this returns, and, if it is cancelled, longer.
         """
 
+    def inputs(self, writer: bytes) -> KvInputs | None:
+        """The inputs of the engine that has stored a chunk that was read, by their id; None if they are not known."""
+
     async def write(self, chunk: Chunk, memory: memoryview, is_wanted: Callable[[], bool]) -> WriteResult:
         """Writes a chunk of the host tier; removes it again unless it `is_wanted` when it is written.
+
+        Before the first chunk of an engine it writes the inputs of its KV.
 
         `memory` has the chunk's bytes, padded to whole pages. It is read until this returns, or longer if cancelled.
         """

@@ -198,6 +198,7 @@ class TierReader(Generic[C]):
                 )
                 backend.discard([chunk], MissReason.DAMAGED)
             return None, 0
+        writer = backend.inputs(header.writer) if header.writer else None
         self._read_chunks += 1
         self._read_bytes += header.size_bytes
         intact = Chunk(
@@ -210,7 +211,7 @@ class TierReader(Generic[C]):
             parent=header.parent,
             prefix_digests=chunk.prefix_digests,
             owner=chunk.owner,
-            origin=Origin(tier=backend.health.name),
+            origin=Origin(tier=backend.health.name, writers=[writer] if writer else ()),
         )
         return self._tier.commit(intact) or self._tier.get(chunk.key), header.moved_bytes
 

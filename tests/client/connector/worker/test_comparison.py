@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,8 +65,9 @@ SPAN = 6
 @pytest.mark.parametrize("has_window", [False, True])
 @pytest.mark.parametrize("computed", [9, TOKENS])
 def test_a_chunk_of_which_fewer_tokens_are_computed_is_compared_in_these(computed: int, has_window: bool) -> None:
-    rule = {"rule": PART_RULE_LAST, "span": SPAN} if has_window else {}
-    part = KvPart(layer_count=LAYERS, kv_head_count=HEADS, head_size=SIZE, kv_dtype="float32", **rule)
+    part = KvPart(layer_count=LAYERS, kv_head_count=HEADS, head_size=SIZE, kv_dtype="float32")
+    if has_window:
+        part = replace(part, rule=PART_RULE_LAST, span=SPAN)
     values = torch.randn(LAYERS, HEADS, 2, 12, SIZE)
     for wrong_token, is_found in ((None, False), (8, True), (10, computed > 10), (2, not has_window)):
         held = values[:, :, :, part.first_kept(12) :].clone()

@@ -11,7 +11,8 @@ was changed does not match it and is ignored. The listing of a folder is its ind
 
 An encrypted file has `k` and the id of its key in place of the checksum, which is encrypted with the bytes. An encoded
 file has `~codec~bytes` behind the bytes of its chunk: those that it stores, of which the checksum is. A chunk that
-counts towards a quota has `@owner` behind its serial.
+counts towards a quota has `@owner` behind its serial, and one of which it is known what engine has stored it `+writer`
+behind that. The inputs of an engine's KV are in a file `.inputs` with its id as the key, written as a chunk is.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import logging
 import mmap
 import os
 import re
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,16 +32,19 @@ from typing import Protocol
 from zlib import crc32
 
 from lmkv.errors import ConfigError
-from lmkv.keys import ChunkKey
+from lmkv.keys import KEY_BYTES, ChunkKey
+from lmkv.kv_inputs import LENGTH_BYTES, MAX_PACKED_BYTES, KvInputs, inputs_key
 from lmkv.runtime.folder import Folder
+from lmkv_kernels import checksum
 from lmkv_server.node.cache.allocator import ALIGNMENT, align
+from lmkv_server.node.tiers.thread_buffer import ThreadBuffer
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".chunk"
 _NAME = re.compile(
     r"(?P<sealed>(?P<key>[0-9a-f]{32})-(?P<parent>[0-9a-f]{32})?-(?P<fingerprint>[0-9a-f]{32})"
-    r"-(?P<tokens>[0-9a-f]{1,8})-(?P<bytes>[0-9a-f]{1,16})(?:~(?P<codec>[a-z0-9.]{1,16})~(?P<stored>[0-9a-f]{1,16}))?-(?:(?P<checksum>[0-9a-f]{16})|k(?P<key_id>[0-9a-f]{16}))-(?P<serial>[0-9a-f]{16})(?:@(?P<owner>[0-9a-f]{32}))?)"
+    r"-(?P<tokens>[0-9a-f]{1,8})-(?P<bytes>[0-9a-f]{1,16})(?:~(?P<codec>[a-z0-9.]{1,16})~(?P<stored>[0-9a-f]{1,16}))?-(?:(?P<checksum>[0-9a-f]{16})|k(?P<key_id>[0-9a-f]{16}))-(?P<serial>[0-9a-f]{16})(?:@(?P<owner>[0-9a-f]{32}))?(?:\+(?P<writer>[0-9a-f]{16}))?)"
     r"-(?P<seal>[0-9a-f]{8})\.chunk"
 )
 
@@ -66,6 +71,8 @@ class DiskChunk:
     """Sets it apart from every other file of the same chunk: when it was written, in nanoseconds."""
     owner: bytes = b""
     """The owner of `host.Chunk`."""
+    writer: bytes = b""
+    """The id of the inputs of the engine that has stored it; empty if that is not known."""
     prefix_digests: bytes = b""
     """The digests of `host.Chunk`; in memory only: empty if an earlier process wrote the file."""
     is_verified: bool = False
@@ -96,9 +103,10 @@ class DiskChunk:
         content = f"k{self.key_id.hex()}" if self.key_id else f"{self.checksum:016x}"
         encoded = f"~{self.codec}~{self.encoded_bytes:x}" if self.codec else ""
         owner = f"@{self.owner.hex()}" if self.owner else ""
+        writer = f"+{self.writer.hex()}" if self.writer else ""
         sealed = (
             f"{self.key.hex()}-{(self.parent or b'').hex()}-{self.fingerprint.hex()}"
-            f"-{self.token_count:x}-{self.size_bytes:x}{encoded}-{content}-{self.serial:016x}{owner}"
+            f"-{self.token_count:x}-{self.size_bytes:x}{encoded}-{content}-{self.serial:016x}{owner}{writer}"
         )
         return f"{sealed}-{crc32(sealed.encode()):08x}{SUFFIX}"
 
@@ -120,6 +128,7 @@ def parse_file_name(name: str) -> DiskChunk | None:
         encoded_bytes=int(match["stored"] or "0", 16),
         serial=int(match["serial"], 16),
         owner=bytes.fromhex(match["owner"] or ""),
+        writer=bytes.fromhex(match["writer"] or ""),
     )
     return chunk if chunk.token_count and chunk.size_bytes else None
 
@@ -128,6 +137,10 @@ LOCK = "lock"
 PROBE = "probe.new"
 UNFINISHED = ".new"
 """Suffix of incomplete files."""
+INPUTS = ".inputs"
+"""Suffix of files with the inputs of an engine's KV."""
+MAX_INPUT_FILES = 64
+"""Engines with different inputs whose inputs a folder has: at its opening those that were used last."""
 
 
 class FileIo(Protocol):
@@ -227,6 +240,12 @@ class DiskFolder:
         self._folder: Folder | None = None
         self._lock: int | None = None
         self._made = False
+        self._buffer = ThreadBuffer()
+        self._inputs: dict[bytes, KvInputs] = {}
+
+    def inputs(self, writer: bytes) -> KvInputs | None:
+        """The inputs of an engine's KV that the folder has, by their id."""
+        return self._inputs.get(writer)
 
     def planned(self, chunk: DiskChunk) -> DiskChunk:
         """A chunk as it will be written, with the most bytes that its file may have."""
@@ -270,6 +289,27 @@ class DiskFolder:
         `chunk` is as `planned`; returns it as it is written.
         """
         self.remove(instead_of)
+        return self._write(chunk, memory, SUFFIX)
+
+    def write_inputs(self, inputs: KvInputs) -> None:
+        """Writes the inputs of an engine, unless the folder has them, or has enough."""
+        if inputs.id in self._inputs or len(self._inputs) >= MAX_INPUT_FILES:
+            return
+        pages = self._buffer.get(align(len(inputs.packed)))[: align(len(inputs.packed))]
+        pages[:] = inputs.packed.ljust(len(pages), b"\0")
+        size_bytes = len(inputs.packed)
+        described = DiskChunk(
+            key=inputs_key(inputs.id),
+            fingerprint=bytes(KEY_BYTES),
+            token_count=1,
+            size_bytes=size_bytes,
+            checksum=checksum(pages[:size_bytes]),
+            serial=time.time_ns(),
+        )
+        self._write(self.planned(described), pages, INPUTS)
+        self._inputs[inputs.id] = inputs
+
+    def _write(self, chunk: DiskChunk, memory: memoryview, suffix: str) -> DiskChunk:
         folder = self._opened()
         unfinished = str(Path(chunk.file_name).with_suffix(UNFINISHED))
         try:
@@ -278,7 +318,7 @@ class DiskFolder:
                 written = self._files.write(fd, chunk, memory)
             finally:
                 os.close(fd)
-            folder.rename(unfinished, written.file_name)
+            folder.rename(unfinished, str(Path(written.file_name).with_suffix(suffix)))
         except OSError:
             with suppress(OSError):
                 folder.unlink(unfinished)
@@ -292,18 +332,21 @@ class DiskFolder:
         is gone: everything else concerns this chunk alone.
         """
         try:
-            fd = self._open(self._opened(), chunk.file_name, os.O_RDONLY)
-            try:
-                found = self._files.read(fd, chunk, memory)
-                with suppress(OSError):  # of a file system that is read-only by now
-                    os.utime(fd)
-                return found if os.fstat(fd).st_size == chunk.file_bytes else None
-            finally:
-                os.close(fd)
+            return self._read(chunk, memory, SUFFIX)
         except OSError as error:
             self._opened()
             logger.warning("%s cannot be read: %s", self.path / chunk.file_name, error.strerror)
             return None
+
+    def _read(self, chunk: DiskChunk, memory: memoryview, suffix: str) -> DiskChunk | None:
+        fd = self._open(self._opened(), str(Path(chunk.file_name).with_suffix(suffix)), os.O_RDONLY)
+        try:
+            found = self._files.read(fd, chunk, memory)
+            with suppress(OSError):  # of a file system that is read-only by now
+                os.utime(fd)
+            return found if os.fstat(fd).st_size == chunk.file_bytes else None
+        finally:
+            os.close(fd)
 
     def remove(self, chunks: Iterable[DiskChunk]) -> None:
         """Removes the files of the chunks; missing files and those that cannot be removed are ignored."""
@@ -349,11 +392,15 @@ class DiskFolder:
 
     def _scan(self) -> list[DiskChunk]:
         found: list[tuple[int, int, DiskChunk]] = []
+        inputs: list[tuple[int, str]] = []
         torn = unreadable = 0
         folder = self._opened()
         for entry in folder.scan():
             if entry.name.endswith(UNFINISHED):
                 _unlink(folder, entry.name)
+                continue
+            if entry.name.endswith(INPUTS) and entry.is_file(follow_symlinks=False):
+                inputs.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name))
                 continue
             if not entry.name.endswith(SUFFIX) or not entry.is_file(follow_symlinks=False):
                 continue  # not ours to remove
@@ -372,8 +419,32 @@ class DiskFolder:
         if unreadable:
             what = "not encrypted, or of unknown keys," if self._files.key_id else "encrypted"
             logger.warning("%s: %d files that are %s or of another codec were removed", self.path, unreadable, what)
+        self._load_inputs(name for _, name in sorted(inputs, reverse=True))
         found.sort(key=lambda each: each[:2])
         return [chunk for _, _, chunk in found]
+
+    def _load_inputs(self, names: Iterable[str]) -> None:
+        """Reads the files of inputs in this order, and removes those that are of no use."""
+        self._inputs = {}
+        for name in names:
+            chunk = parse_file_name(name.removesuffix(INPUTS) + SUFFIX)
+            inputs = None
+            if chunk and len(self._inputs) < MAX_INPUT_FILES and chunk.size_bytes <= MAX_PACKED_BYTES:
+                inputs = self._read_inputs(chunk)
+            if inputs is None or inputs.id in self._inputs:
+                _unlink(self._opened(), name)
+            else:
+                self._inputs[inputs.id] = inputs
+
+    def _read_inputs(self, chunk: DiskChunk) -> KvInputs | None:
+        pages = self._buffer.get(align(chunk.size_bytes))[: align(chunk.size_bytes)]
+        with suppress(OSError):
+            found = self._files.can_read(chunk) and self._read(chunk, pages, INPUTS)
+            content = pages[: chunk.size_bytes]
+            if found and not chunk.size_bytes % LENGTH_BYTES and checksum(content) == found.checksum:
+                inputs = KvInputs.from_packed(content)
+                return inputs if inputs and inputs_key(inputs.id) == chunk.key else None
+        return None
 
 
 def _unlink(folder: Folder, name: str) -> None:

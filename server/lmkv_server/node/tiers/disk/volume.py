@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
+from lmkv.kv_inputs import KvInputs
 from lmkv.misses import MissReason
 from lmkv.units import format_bytes
 from lmkv_server.node.cache.eviction import EvictionQueue
@@ -197,6 +198,7 @@ class DiskVolume:
 
     async def write(self, chunk: Chunk, memory: memoryview, is_wanted: Callable[[], bool]) -> WriteResult:
         """Writes a chunk, after evicting others if there is no room for it."""
+        await self._write_inputs(chunk)
         planned = self._described(chunk)
         evicted = self.index.reserve(planned.file_bytes)
         if evicted is None:
@@ -216,6 +218,16 @@ class DiskVolume:
         self.index.give_back(written.file_bytes)
         self.remove([written])
         return WriteResult.UNWANTED
+
+    def inputs(self, writer: bytes) -> KvInputs | None:
+        """The inputs of an engine, by their id."""
+        return self.folder.inputs(writer)
+
+    async def _write_inputs(self, chunk: Chunk) -> None:
+        """Writes the inputs of the engine that has stored a chunk, if they are known. A chunk needs no inputs."""
+        if (writer := chunk.origin.writer) and not self.folder.inputs(writer.id):
+            with suppress(OSError):
+                await self.health.run("write", self.folder.write_inputs, writer)
 
     def keeps(self, key: ChunkKey) -> bool:
         """Whether the chunk is here."""
@@ -314,5 +326,6 @@ class DiskVolume:
             checksum=chunk.checksum,
             serial=self._serial,
             owner=chunk.owner,
+            writer=writer.id if (writer := chunk.origin.writer) else b"",
         )
         return self.folder.planned(described)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import lmkv_kernels as kernels
 from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey
+from lmkv.kv_inputs import MAX_PACKED_BYTES, KvInputs, inputs_key
 from lmkv.misses import MissReason
 from lmkv.runtime.patience import MOST_SECONDS
 from lmkv.spec import KvSpec
@@ -34,6 +35,7 @@ from lmkv_server.node.tiers.remote.store import (
     ENCODED_ROOT,
     ENCRYPTED_ROOT,
     HEADER_BYTES,
+    INPUTS_ROOT,
     ROOT,
     RemoteChunk,
     RemoteObject,
@@ -140,6 +142,53 @@ class EncryptedObjects:
         return None if checksum is None else replace(described, checksum=checksum)
 
 
+class StoredInputs:
+    """The inputs of engines in a store, each as an object. Called on several threads at a time."""
+
+    def __init__(self, store: RemoteStore, encryption: ChunkEncryption | None) -> None:
+        self._objects = unencoded_objects(encryption, store.pads_headers, INPUTS_ROOT)
+        self._store = store
+        self._known: dict[bytes, KvInputs | None] = {}
+
+    def get(self, writer: bytes) -> KvInputs | None:
+        """The inputs of this id, if they have been put or fetched."""
+        return self._known.get(writer)
+
+    def put(self, chunk: Chunk) -> None:
+        """Puts the inputs of the engine that has stored a chunk, once. Raises what the store raises."""
+        inputs = chunk.origin.writer
+        if inputs is None or self._known.get(inputs.id):
+            return
+        described = RemoteObject(
+            key=inputs_key(inputs.id),
+            fingerprint=chunk.fingerprint,
+            token_count=1,
+            size_bytes=len(inputs.packed),
+            checksum=kernels.checksum(inputs.packed),
+        )
+        self._objects.put(self._store, described, memoryview(inputs.packed))
+        self._note(inputs.id, inputs)
+
+    def fetch(self, writer: bytes, spec: KvSpec) -> None:
+        """Gets the inputs that a chunk names, once."""
+        if not writer or writer in self._known:
+            return
+        inputs, memory = None, memoryview(bytearray(MAX_PACKED_BYTES))
+        asked = RemoteChunk(key=inputs_key(writer), spec=spec, size_bytes=len(memory), root=self._objects.root)
+        with suppress(OSError):  # the chunk is of use without them
+            found = self._objects.get(self._store, asked, memory)
+            if found and not found.size_bytes % WORD_BYTES:
+                content = memory[: found.size_bytes]
+                is_intact = kernels.checksum(content) == found.checksum
+                inputs = KvInputs.from_packed(content) if is_intact else None
+        self._note(writer, inputs if inputs and inputs.id == writer else None)
+
+    def _note(self, writer: bytes, inputs: KvInputs | None) -> None:
+        if len(self._known) >= MAX_KNOWN_INPUTS:
+            self._known.clear()
+        self._known[writer] = inputs
+
+
 class EncodedObjects:
     """Objects of encoded chunks, which others put and get, plain or encrypted."""
 
@@ -202,6 +251,8 @@ LOOKUP_THREADS = 2
 KNOWN_SECONDS = 10.0
 """The time for which the answer that the store holds a chunk is used: from a lookup to its load."""
 MAX_KNOWN = 65_536
+MAX_KNOWN_INPUTS = 256
+"""Engines whose inputs are remembered."""
 MAX_WRITTEN = 262_144
 """Objects that the node counts towards quotas of their owners; of more, those that were not used for longest are not
 counted any more."""
@@ -223,8 +274,15 @@ class StoreBackend:
     """A `RemoteStore`, and which chunks it is known to hold. One event loop owns it."""
 
     def __init__(
-        self, tier: BackendTier[RemoteChunk], name: str, store: RemoteStore, objects: ObjectFormat, times: BackendTimes
+        self,
+        tier: BackendTier[RemoteChunk],
+        store: RemoteStore,
+        objects: ObjectFormat,
+        times: BackendTimes,
+        encryption: ChunkEncryption | None = None,
     ) -> None:
+        """`objects` are encoded with the codec of the tier, if it has one, and encrypted with its `encryption`."""
+        name = tier.name
         threads = {"read": READ_THREADS, "write": WRITE_THREADS, "lookup": LOOKUP_THREADS}
         self.health = BackendHealth(name, store.shown, self, threads, times)
         self._tier = tier
@@ -233,6 +291,7 @@ class StoreBackend:
         """The format of objects and of their names."""
         self._name = name
         self._store = store
+        self._inputs = StoredInputs(store, encryption)
         self._known: OrderedDict[ChunkKey, tuple[RemoteChunk, float]] = OrderedDict()  # until when
         self._owed: set[str] = set()
         """Prefixes of names that are still to be removed; until then nothing is read."""
@@ -298,6 +357,10 @@ class StoreBackend:
     def written_count(self) -> int:
         """Objects that count towards quotas."""
         return len(self._written)
+
+    def inputs(self, writer: bytes) -> KvInputs | None:
+        """The inputs of an engine, by their id."""
+        return self._inputs.get(writer)
 
     def keeps(self, key: ChunkKey) -> bool:
         """Whether this node has written the chunk."""
@@ -365,6 +428,7 @@ class StoreBackend:
             described = self.objects.get(self._store, chunk, memory)
             if described is None or not chunk.is_whole(described):
                 return None
+            self._inputs.fetch(described.writer, chunk.spec)
             return described if described.is_verified or is_intact(described) else None
 
         self._use(chunk.key)
@@ -383,13 +447,17 @@ class StoreBackend:
             token_count=chunk.token_count,
             size_bytes=chunk.size_bytes,
             checksum=chunk.checksum,
+            writer=writer.id if (writer := chunk.origin.writer) else b"",
         )
+
+        def put() -> bool:
+            self._inputs.put(chunk)
+            return self.objects.put(self._store, described, memory[: chunk.size_bytes])
+
         if self._removals:  # what was damaged is removed first: its removal would take the new object
             await asyncio.wait(set(self._removals))
         try:
-            is_new = await self.health.run(
-                "write", self.objects.put, self._store, described, memory[: chunk.size_bytes]
-            )
+            is_new = await self.health.run("write", put)
         except StoreRefused as error:
             self.health.full(error)
             return WriteResult.SKIPPED

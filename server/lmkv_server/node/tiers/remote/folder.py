@@ -1,6 +1,6 @@
 """A folder that hosts share, such as one on NFS or Lustre, as a `RemoteStore`: one file for each object.
 
-    lmkv1/fingerprint/first two digits of the key/key
+    lmkv2/fingerprint/first two digits of the key/key
 
 A file is written under another name in its folder, closed, so that a file system that is consistent from close to open
 has all of it, and renamed. It is not synchronized to the device: a file that a crash of the server leaves incomplete is

@@ -1,8 +1,9 @@
 """The contract of stores that can be the remote tier's, and the names and headers of chunks in them. Pure.
 
-    lmkv1/fingerprint/key          ->  header | bytes of the chunk
-    lmkv1e/scope/fingerprint/key   ->  header | header of the encryption | encrypted bytes
-    lmkv1c/codec/...               ->  as above, with the bytes of the encoded chunk instead
+    lmkv2/fingerprint/key          ->  header | bytes of the chunk
+    lmkv2e/scope/fingerprint/key   ->  header | header of the encryption | encrypted bytes
+    lmkv2c/codec/...               ->  as above, with the bytes of the encoded chunk instead
+    lmkv2i/...                     ->  as the first two, with the inputs of an engine's KV instead (`lmkv.kv_inputs`)
 
 The header says what the bytes are, so that an object that is torn, foreign, or under a wrong key is a miss. Some stores
 pad headers with zeros (`RemoteStore.pads_headers`). Encrypted objects have names of their own, by tenant, so that
@@ -19,6 +20,7 @@ from typing import Protocol
 from zlib import crc32
 
 from lmkv.keys import KEY_BYTES, ChunkKey
+from lmkv.kv_inputs import WRITER_BYTES
 from lmkv.spec import KvSpec
 
 
@@ -71,14 +73,15 @@ class RemoteStore(Protocol):
         """Closes idle connections. Idempotent."""
 
 
-ROOT = "lmkv1/"
+ROOT = "lmkv2/"
 """The beginning of the names of all objects that are not encrypted."""
-ENCRYPTED_ROOT = "lmkv1e/"
-ENCODED_ROOT = "lmkv1c/"
-_MAGIC = b"lmkvobj1"
+ENCRYPTED_ROOT = "lmkv2e/"
+ENCODED_ROOT = "lmkv2c/"
+INPUTS_ROOT = "lmkv2i/"
+_MAGIC = b"lmkvobj2"
 _FIELDS = struct.Struct(
-    "<8s16s16s16s?IQQ"
-)  # magic, fingerprint, key, parent and whether it is known, tokens, bytes, checksum
+    f"<8s16s16s16s?IQQ{WRITER_BYTES}s"
+)  # magic, fingerprint, key, parent and whether it is known, tokens, bytes, checksum, writer
 _SEAL = struct.Struct("<I")  # of the fields
 HEADER_BYTES = _FIELDS.size + _SEAL.size
 
@@ -94,6 +97,8 @@ class RemoteObject:
     token_count: int
     size_bytes: int
     checksum: int
+    writer: bytes = b""
+    """The id of the inputs of the engine that has stored it; empty if that is not known."""
     is_verified: bool = False
     """Whether `checksum` was computed from what was read, after the stored bytes were verified."""
     encoded_bytes: int = 0
@@ -115,6 +120,7 @@ class RemoteObject:
             self.token_count,
             self.size_bytes,
             self.checksum,
+            self.writer,
         )
         return fields + _SEAL.pack(crc32(fields))
 
@@ -188,7 +194,7 @@ def parse_header(header: bytes) -> RemoteObject | None:
     if len(header) != HEADER_BYTES:
         return None
     fields = header[: _FIELDS.size]
-    magic, fingerprint, key, parent, has_parent, token_count, size_bytes, checksum = _FIELDS.unpack(fields)
+    magic, fingerprint, key, parent, has_parent, token_count, size_bytes, checksum, writer = _FIELDS.unpack(fields)
     if magic != _MAGIC or _SEAL.unpack(header[_FIELDS.size :]) != (crc32(fields),):
         return None
     return RemoteObject(
@@ -198,4 +204,5 @@ def parse_header(header: bytes) -> RemoteObject | None:
         token_count=token_count,
         size_bytes=size_bytes,
         checksum=checksum,
+        writer=writer if any(writer) else b"",
     )

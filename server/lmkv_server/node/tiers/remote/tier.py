@@ -67,7 +67,8 @@ class RemoteTier(BackendTier[RemoteChunk]):
         objects = unencoded_objects(encryption, store.pads_headers)
         if codec:
             objects = EncodedObjects(codec, encryption, store.pads_headers)
-        self.backend = StoreBackend(self, name, store, objects, times)
+        self.name = name
+        self.backend = StoreBackend(self, store, objects, times, encryption)
         super().__init__(name, [self.backend], cache, encryption, quota_bytes, codec)
         self._lookup_seconds = lookup_seconds
 

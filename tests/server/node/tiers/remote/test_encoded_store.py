@@ -63,7 +63,7 @@ async def test_what_one_node_stores_another_finds_and_reads(
         first.store(*range(20))
         first.store(20, token_count=16)
     root = EncodedObjects(codec(name), encryption).root
-    assert root.startswith(f"lmkv1c/{codec(name).scope}/lmkv1")
+    assert root.startswith(f"lmkv2c/{codec(name).scope}/lmkv2")
     assert server.names() == {object_name(LOSSY.fingerprint, chunk_key(number), root) for number in range(21)}
     async with host_with(server.store(), codec=codec(name), encryption=encryption, chunks=chunks) as second:
         assert await second.count(*range(24)) == 21

@@ -99,13 +99,13 @@ async def test_what_no_node_has_made_is_a_miss_and_stays(folder: SharedFolder, t
 async def test_a_planted_folder_is_not_entered(
     folder: SharedFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (folder.path / "lmkv1").symlink_to(tmp_path)
+    (folder.path / "lmkv2").symlink_to(tmp_path)
     async with host_with(folder.store()) as host:
         assert await host.count(0) == 0
         host.store(0)
         await until(lambda: host.remote.stats().skipped_chunks == 1)
     assert not entries(tmp_path)
-    assert "lmkv1 in " in caplog.text
+    assert "lmkv2 in " in caplog.text
     assert "is no folder: remove it" in caplog.text
 
 
@@ -345,7 +345,7 @@ def test_one_of_several_nodes_sweeps_at_a_time(folder: SharedFolder) -> None:
 def test_a_sweep_of_a_large_tree_looks_at_a_part_of_it(folder: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmkv_server.node.tiers.remote.sweeper.MAX_SWEPT", 128)
     store = opened(folder, size_bytes=KIB)
-    names = [f"lmkv1/{SPEC.fingerprint.hex()}/{number:02x}{number:030x}" for number in range(256)]
+    names = [f"lmkv2/{SPEC.fingerprint.hex()}/{number:02x}{number:030x}" for number in range(256)]
     for name in names:
         store.put(name, [memoryview(bytes(KIB))])
     age(folder, 2 * KEPT_SECONDS, *names)
@@ -414,7 +414,7 @@ async def test_a_folder_of_this_host_alone_is_noticed(folder: SharedFolder, capl
 
 def test_no_object_has_a_name_that_leaves_the_folder(folder: SharedFolder) -> None:
     store = opened(folder)
-    for name in ("../x/" + "0" * 32, "lmkv1/../" + "0" * 32, "/etc/" + "0" * 32, "lmkv1/passwd"):
+    for name in ("../x/" + "0" * 32, "lmkv2/../" + "0" * 32, "/etc/" + "0" * 32, "lmkv2/passwd"):
         with pytest.raises(ValueError, match="is no name of an object"):
             store.put(name, [memoryview(b"x")])
     assert not folder.names()

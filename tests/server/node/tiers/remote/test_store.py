@@ -58,11 +58,11 @@ def test_a_header_says_all_there_is(
 def test_the_format_does_not_change_by_accident() -> None:
     said = replace(OBJECT, fingerprint=b"f" * 16)
     assert said.header.hex() == (
-        "6c6d6b766f626a31" + "66" * 16 + "00" * 15 + "05" + "00" * 15 + "04" + "01"
-        "200000000020000000000000efcdab8967452301" + said.header[-4:].hex()
+        "6c6d6b766f626a32" + "66" * 16 + "00" * 15 + "05" + "00" * 15 + "04" + "01"
+        "200000000020000000000000efcdab89674523010000000000000000" + said.header[-4:].hex()
     )
     assert len(said.header) == HEADER_BYTES == 81
-    assert object_name(b"f" * 16, chunk_key(5)) == f"lmkv1/{'66' * 16}/{'00' * 15}05"
+    assert object_name(b"f" * 16, chunk_key(5)) == f"lmkv2/{'66' * 16}/{'00' * 15}05"
     assert object_name(b"f" * 16, chunk_key(5)).startswith(spec_root(b"f" * 16))
 
 
