@@ -26,8 +26,8 @@ def compare(pages: Pages, part: KvPart, memory: Any, copy: ChunkCopy, audited: A
     """Measures how the rank's heads differ between the extent that `copy` has written and a held one.
 
     `memory` is that of the pool. A number that is finite in one of them only makes the errors infinite. There are no
-    layers if both have no tokens in common that are known to be those of the chunk. Raises `ValueError` if an extent is not inside
-    the pool.
+    layers if both have no tokens in common that can be found in their tiles. Raises `ValueError` if an extent is not
+    inside the pool.
     """
     held_offset, number = audited.held.offset, "bytes" if part.kv_dtype in BYTE_TYPES else part.kv_dtype
     table = _values_of(BYTE_TYPES[part.kv_dtype]) if part.kv_dtype in BYTE_TYPES else NO_TABLE
