@@ -37,7 +37,7 @@ from lmkv.kv_inputs import LENGTH_BYTES, MAX_PACKED_BYTES, KvInputs, inputs_key
 from lmkv.runtime.folder import Folder
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.allocator import ALIGNMENT, align
-from lmkv_server.node.tiers.thread_buffer import ThreadBuffer
+from lmkv_server.node.tiers.threads import ThreadBuffer
 
 logger = logging.getLogger(__name__)
 
