@@ -61,7 +61,7 @@ def test_the_format_does_not_change_by_accident() -> None:
         "6c6d6b766f626a32" + "66" * 16 + "00" * 15 + "05" + "00" * 15 + "04" + "01"
         "200000000020000000000000efcdab89674523010000000000000000" + said.header[-4:].hex()
     )
-    assert len(said.header) == HEADER_BYTES == 81
+    assert len(said.header) == HEADER_BYTES == 89
     assert object_name(b"f" * 16, chunk_key(5)) == f"lmkv2/{'66' * 16}/{'00' * 15}05"
     assert object_name(b"f" * 16, chunk_key(5)).startswith(spec_root(b"f" * 16))
 
