@@ -43,17 +43,27 @@ class Load:
         self._random = random.Random(seed)
         self._number = 0
         self.counts = Counter[str]()
+        self.worst = {"mean": 0.0, "most": 0.0}
+        """The largest errors of a layer in the chunks of audits by name."""
 
     def round(self) -> None:
         """Computes a few prompts, then audits them: as a whole, and as hits."""
         count = self._random.choice((1, 1, 2, 4))
         prompts = [self._prompt() for _ in range(count)]
         self.counts += outcomes(self._engine.ask(*prompts, max_tokens=1))
-        self._number += 1
-        named = {"kv_transfer_params": {"lmkv": {"audit": f"round {self._number}"}}}
         for prompt in prompts:
-            self.counts += outcomes(self._engine.ask_again(prompt, max_tokens=1, extra_args=named))
+            self._audit(prompt)
         self.counts += outcomes(self._engine.ask_again(*prompts, max_tokens=1))
+
+    def _audit(self, prompt: list[int]) -> None:
+        """Audits all of a prompt; the next request of the audit's name gets the errors."""
+        self._number += 1
+        named = {"kv_transfer_params": {"lmkv": {"audit": f"prompt {self._number}"}}}
+        self.counts += outcomes(self._engine.ask_again(prompt, max_tokens=1, extra_args=named))
+        (answer,) = self._engine.ask(prompt[:1], max_tokens=1, extra_args=named).answers
+        audited = answer.transfer_params["lmkv"].get("audit", {"layers": []})
+        for layer in audited["layers"]:
+            self.worst = {error: max(value, layer[error]) for error, value in self.worst.items()}
 
     def _prompt(self) -> list[int]:
         length = max(1, min(MAX_TOKENS, round(MAX_TOKENS ** self._random.uniform(0.6, 1))))
@@ -61,7 +71,7 @@ class Load:
         return make_prompt(self._random.randrange(1 << 30), length, prefix=prefix)
 
 
-def audit(nursery: Nursery, name: str, dtype: str, goal: int, deadline: float) -> Counter[str]:
+def audit(nursery: Nursery, name: str, dtype: str, goal: int, deadline: float) -> Load:
     """Audits at least `goal` chunks of one architecture, unless it has no audits or the time is up."""
     kind: Architecture = ARCHITECTURES[name]
     number = (*ARCHITECTURES,).index(name) * len(DTYPES) + DTYPES.index(dtype)
@@ -85,7 +95,7 @@ def audit(nursery: Nursery, name: str, dtype: str, goal: int, deadline: float) -
                 idle = idle + 1 if load.counts.total() == before else 0
             if load.counts["suspect"] or load.counts["wrong"]:
                 print(*(line for line in engine.log().splitlines() if "differs from" in line), sep="\n", flush=True)
-            return load.counts
+            return load
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -102,10 +112,10 @@ def main(arguments: Sequence[str]) -> int:
         for index, (name, dtype) in enumerate(engines):
             goal = max(1, (options.chunks - total.total()) // (len(engines) - index))
             began = time.monotonic()
-            counts = audit(nursery, name, dtype, goal, deadline)
-            total += counts
-            line = {"architecture": name, "dtype": dtype, "seconds": round(time.monotonic() - began), **counts}
-            print(json.dumps(line), flush=True)
+            load = audit(nursery, name, dtype, goal, deadline)
+            total += load.counts
+            line = {"architecture": name, "dtype": dtype, "seconds": round(time.monotonic() - began), **load.counts}
+            print(json.dumps(line | {f"largest_{error}": value for error, value in load.worst.items()}), flush=True)
             if time.monotonic() >= deadline:
                 break
     print(json.dumps({"total": total.total(), **total}), flush=True)

@@ -315,8 +315,8 @@ class Loads:
             state.load_failed |= not complete
             if complete:
                 state.mark_loaded(load_state.items.chunk_count)
-        if complete and is_alone:
-            self._measure(load_state, loaded)
+        if complete:
+            self._measure(load_state, loaded, is_alone=is_alone)
         self._end(load_state, loaded, complete=complete)
         return complete
 
@@ -335,8 +335,12 @@ class Loads:
         self._session.counters.add("abandoned_tokens", load_state.tokens_to_compute)
         load_state.abandon()
 
-    def _measure(self, load_state: LoadState, loaded: LoadResult) -> None:
-        """Records the time of a load. The workers measure synchronous loads: their step computes tokens, too."""
+    def _measure(self, load_state: LoadState, loaded: LoadResult, *, is_alone: bool) -> None:
+        """Records the time of a load. The workers measure synchronous loads: their step computes tokens, too.
+
+        Beside others a load may have waited for their steps, so that its time counts only if it is less than expected:
+        else one load that was abandoned would have others refused for as long as no request is alone.
+        """
         tokens = load_state.tokens_by_tier(load_state.token_count)
         if tokens.get(HANDOFF):
             return
@@ -344,7 +348,8 @@ class Loads:
         seconds = self._clock() - load_state.started_at
         if load_state.sync:
             seconds = loaded.seconds + (load_state.lookup.waited_seconds if times is self.costs.fetched else 0)
-        times.add(load_state.token_count, seconds)
+        if is_alone or seconds < times.seconds(load_state.token_count):
+            times.add(load_state.token_count, seconds)
 
     def _keys(self, load_state: LoadState, state: RequestState) -> list[ChunkKey]:
         """The keys of what a load was to bring."""

@@ -10,6 +10,7 @@ from tests.client.connector.scheduler.serving import (
     COLD,
     HIT,
     PROMPT,
+    SLOW,
     MakeEngine,
     filled,
     forget_pages,
@@ -152,6 +153,19 @@ def test_loads_beside_other_requests_are_not_measured(make_engine: MakeEngine) -
         forget_pages(engine)
         engine.serve(name, PROMPT)
     assert own.seconds(CHUNK) > 0
+    engine.check_nothing_is_left()
+
+
+def test_a_load_beside_other_requests_counts_if_it_was_faster_than_expected(make_engine: MakeEngine) -> None:
+    """Else, while no request is alone, loads that were abandoned would judge all others."""
+    engine = with_peer(make_engine())
+    fetched = engine.side._loads.costs.fetched
+    for _ in range(3):
+        fetched.add(3 * CHUNK, SLOW)
+    engine.add("other", [7] * 20, output=50)
+    assert engine.serve("a", PROMPT) == HIT
+    assert fetched.seconds(3 * CHUNK) < 0.7 * SLOW
+    engine.run()
     engine.check_nothing_is_left()
 
 
