@@ -159,8 +159,8 @@ def is_too_late(
 class LoadTimes:
     """The time of a load: a part that every load takes, and a part for each token, fitted to the measured loads.
 
-    The first load connects and maps memory: it is not measured. Loads of nearly one size do not show the two parts
-    apart. Then loads of other sizes are expected to be as fast as they can be, so that they are tried: larger ones take
+    The first load connects and maps memory: it is not measured. Loads of nearly one size do not separate the parts.
+    Then loads of other sizes are expected to be as fast as they can be, so that they are tried: larger ones take
     as long as those, and smaller ones as much less as they are smaller.
     """
 
