@@ -17,6 +17,7 @@ from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.endpoint import Endpoint
 from lmkv_client.demo.process import CheckedServer, free_port
 from tests.engines.faults import eventually
+from tests.waiting import WAIT_SECONDS
 
 PROMPT_TOKENS = 300
 STREAM_TOKENS = 400
@@ -30,6 +31,7 @@ class Router(Endpoint, CheckedServer):
         Endpoint.__init__(self, "router", free_port(), model)
         command = [sys.executable, "-m", "lmkv", "proxy", "--mode", "route", "--port", str(self.port)]
         command += ["--engines-file", str(file), "--health-interval", "200ms", "--policy", "round_robin"]
+        command += ["--health-timeout", f"{WAIT_SECONDS}s"]  # engines that are busy for long lose no request
         CheckedServer.__init__(self, "router", command, folder / "router.log", None)
 
     def is_ready(self) -> bool:
