@@ -29,6 +29,7 @@ SETTINGS = {
     "refuse_slow_fetches": "true",
     "remote_lookup_timeout": "5",
     "load_timeout": "300",
+    "eviction_policy": "lru",  # a prompt that was asked for twice leaves the pool, too
 }
 
 
