@@ -74,10 +74,9 @@ class FleetPins:
             token_count=outcome.token_count,
             expire_time_ns=time.time_ns() + order.ttl.ToNanoseconds(),
         )
-        # The instance reports its pins, with the lifetime that it granted, in the same report or a later one.
-        instance = self._registry.instances.find(instance_id)
-        if instance and (pin.pin_id in instance.pins or len(instance.pins) < MAX_PINS):
-            pin = instance.pins.setdefault(pin.pin_id, pin)
+        # The instance has reported its pins, with the lifetime that it granted, before the outcome.
+        if instance := self._registry.instances.find(instance_id):
+            pin = instance.pins.get(pin.pin_id, pin)
         if parted:  # the instance counts the tokens of each part
             pinned = split_keys(keys[: outcome.chunk_count * KEY_BYTES])
             pin = replace(pin, token_count=parted.end(match(parted, HeldKeys(parted, set(pinned)))))
@@ -97,7 +96,6 @@ class FleetPins:
         outcome = await self._orders.execute(instance_id, report_pb.Order(unpin=order), TIMEOUT_SECONDS)
         if outcome.status.code:
             raise rpc.from_status(outcome.status)
-        instance.pins.pop(pin_id, None)
 
     def in_force(self, instance_id: str = "") -> Iterator[chunk_pb2.PinnedChunks]:
         """The pins of one instance, or of all, ordered by id."""
