@@ -1,7 +1,7 @@
-"""Servers and clients that have ended keep nothing open: no file, socket, thread, task or mapping of shared memory.
+"""Servers and clients that have ended, or were refused at their start, keep nothing open.
 
-All that they had is still referred to, so that what is only forgotten counts as open; and each part of it can be closed
-again, which changes nothing.
+No file, socket, thread, task or mapping of shared memory is left. All that they had is still referred to, so that what
+is only forgotten counts as open; and each part of it can be closed again, which changes nothing.
 """
 
 from __future__ import annotations
@@ -11,19 +11,26 @@ import gc
 import inspect
 import mmap
 import os
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lmkv.config import CoordinatorConfig, PickerConfig, ProxyConfig
+from lmkv.errors import ConfigError
 from lmkv.runtime.folder import Folder
 from lmkv_client.engine.extent import Extent, MappedPool
+from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.http.server import HttpOptions, HttpServer
+from lmkv_server.node.instance_lock import InstanceLock
 from lmkv_server.node.node import Node
+from lmkv_server.proxy.picker.picker import Picker
+from lmkv_server.proxy.proxy import Proxy
 from tests.server.node.cases import chunk_keys
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.node_parts import node_config
@@ -132,7 +139,10 @@ def needs_arguments(method: Callable[..., object]) -> bool:
 
 
 def all_open() -> Counter[str]:
-    counts = opened() + tasks()
+    """Also the files that the event loop watches: closed ones are not to be among them."""
+    loop: Any = asyncio.get_running_loop()
+    watched = Counter(f"watched {fd}" for fd in loop._selector.get_map())
+    counts = opened() + tasks() + watched
     return Counter({name: count for name, count in counts.items() if not any(each in name for each in OF_OTHERS)})
 
 
@@ -153,6 +163,61 @@ async def test_nothing_stays_open(runtime_dir: Path, kind: type[Any]) -> None:
     assert kept
     await close_again(kept)
     assert not all_open() - before
+
+
+def refused_disk(folder: Path, port: int) -> Node:
+    """The second folder of its disk is a link."""
+    (folder / "link").symlink_to(folder)
+    return Node(node_config(folder, "n", local_disk=f"{folder}/disk,{folder}/link", max_local_disk_size="64MB"))
+
+
+def refused_socket(folder: Path, port: int) -> Node:
+    config = node_config(folder, "n")
+    config.engine_socket.mkdir(parents=True)
+    return Node(config)
+
+
+ENGINES = ("http://127.0.0.1:1",)
+REFUSED: dict[str, Callable[[Path, int], AbstractAsyncContextManager[object]]] = {
+    "node, disk": refused_disk,
+    "node, socket": refused_socket,
+    "node, p2p_port": lambda folder, port: Node(node_config(folder, "n", p2p_port=port)),
+    "node, metrics_port": lambda folder, port: Node(node_config(folder, "n", metrics_port=port)),
+    "coordinator, port": lambda _, port: Coordinator(CoordinatorConfig(port=port, http_port=0)),
+    "coordinator, http_port": lambda _, port: Coordinator(CoordinatorConfig(port=0, http_port=port)),
+    "proxy, port": lambda _, port: Proxy(ProxyConfig(port=port, engines=ENGINES)),
+    "picker, port": lambda _, port: Picker(PickerConfig(port=port, metrics_port=0, engines=ENGINES)),
+    "picker, metrics_port": lambda _, port: Picker(PickerConfig(port=0, metrics_port=port, engines=ENGINES)),
+}
+
+
+async def refuse(kind: str, folder: Path) -> BaseException:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError) as refused:
+        async with REFUSED[kind](folder, taken.getsockname()[1]):
+            pass
+    return refused.value  # it refers to all that was made
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+async def test_a_server_that_is_refused_at_its_start_leaves_nothing_open(runtime_dir: Path, kind: str) -> None:
+    folders = [runtime_dir / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    await refuse(kind, folders[0])  # what libraries open once, for the whole process
+    gc.collect()
+    before = all_open()
+    refused = await refuse(kind, folders[1])
+    with suppress(AssertionError):
+        await until(lambda: not all_open() - before, timeout_seconds=LEFT_OPEN_SECONDS)
+    assert not all_open() - before, refused
+
+
+def test_a_node_whose_instance_id_is_taken_leaves_no_file_open(runtime_dir: Path) -> None:
+    with Folder.private(runtime_dir / "n", "runtime_dir") as folder, InstanceLock(folder, "n"):
+        before = opened()
+        with pytest.raises(ConfigError, match="already run by process") as refused:
+            InstanceLock(folder, "n")
+        assert not opened() - before, refused.value
 
 
 async def test_a_server_that_was_never_started_frees_its_port() -> None:

@@ -118,11 +118,11 @@ class Coordinator:
         self.metrics = app.metrics
         http: list[HttpServer] = []
         stack.push_async_callback(self._stop_serving, server, http)
-        for key, port in self.grpc_ports.items():
-            self.grpc_ports[key] = bind_grpc(server, self.host, port, key, self._credentials)
         for key, port in self.http_ports.items():
             http.append(self._make_http_server(app, key, port))
             self.http_ports[key] = http[-1].port
+        for key, port in self.grpc_ports.items():
+            self.grpc_ports[key] = bind_grpc(server, self.host, port, key, self._credentials)
         if self.shared is not None:
             self.shared.address = address(_reachable(self.host), self.port)
             await self.shared.start(tenants)
