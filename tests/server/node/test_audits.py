@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from lmkv_server.node.node import Node
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.node_parts import node_config
 from tests.support.encryption_keys import write_keys
-from tests.waiting import eventually, until
+from tests.waiting import WAIT_SECONDS, eventually, until
 
 KEYS = [ChunkKey(bytes([number]) * 16) for number in range(4)]
 OTHER = ChunkKey(b"o" * 16)
@@ -68,6 +69,20 @@ async def test_wrong_chunks_and_those_behind_them_are_dropped_at_every_holder(ru
             second.tier.unpin([pinned])
             assert first.describe().stats.wrong_chunks == 1
             assert not first.describe().stats.stopped_models
+
+
+async def test_a_node_ends_while_wrong_chunks_are_dropped(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dropping = asyncio.Event()
+
+    async def drop(_: object) -> int:
+        dropping.set()
+        return await asyncio.get_running_loop().create_future()
+
+    async with asyncio.timeout(WAIT_SECONDS):
+        async with Node(node_config(runtime_dir, "a")) as node, EngineClient(node) as engine:
+            monkeypatch.setattr(node.orders, "drop", drop)
+            await engine.say(audited=pb.AuditedChunks(chunk_count=1, wrong_keys=join_keys(KEYS[:1])))
+            await dropping.wait()
 
 
 async def test_a_spec_with_too_many_wrong_chunks_is_not_served(runtime_dir: Path) -> None:

@@ -357,6 +357,20 @@ async def test_two_coordinators_that_swap_a_chunk_do_not_both_drop_it(make: Make
             assert {from_status(failure.status).reason for failure in result.failures} == {"CHUNK_ARRIVED"}
 
 
+async def test_a_move_that_waits_too_long_for_another_of_the_same_chunks_moves_nothing(
+    make: Make, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make("a", CHUNKS) as a, make("b"):
+        a.before = lambda instance, order: instance.going.clear() if order.HasField("drop") else None
+        first = await asker.start("a", "b")
+        await until(lambda: any(one.HasField("drop") for one in a.orders))
+        monkeypatch.setattr(moves, "TIMEOUT_SECONDS", 0.0)
+        late = await asker.finish(await asker.start("a", "b"))
+        assert "waited too long for other moves of the same chunks" in late.error.message
+        a.going.set()
+        assert unpacked((await asker.finish(first)).response, MoveResult).dropped_chunk_count == 3
+
+
 async def test_what_only_the_destination_holds_counts_as_done(make: Make, asker: Asker) -> None:
     async with make("a", KEYS[1:]) as a, make("b", dict(list(CHUNKS.items())[:1])) as b:
         result = await asker.move()
