@@ -179,6 +179,29 @@ async def test_the_memory_of_a_peer_is_mapped_before_it_is_read_and_not_allocate
     owned.close()
 
 
+async def test_a_peer_that_is_added_again_stays_mapped(memory: Memory, short_folder: Path) -> None:
+    owned = Memory(MIB)
+    serving, reading = (
+        await owned.open("shm", "owner:1", short_folder),
+        await memory.open("shm", "reader:1", short_folder),
+    )
+    mapped = []
+    try:
+        for _ in range(2):
+            await reading.add_peer("owner:1", serving.metadata_for(owned.admit()))
+            mapped.append([line for line in maps().splitlines() if "memfd:lmkv-pool" in line and " r--s " in line])
+    finally:
+        await reading.aclose()
+        await serving.aclose()
+        owned.close()
+    assert len(mapped[0]) == 1
+    assert mapped[0] == mapped[1]
+
+
+def maps() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
 def resident_kib(permissions: str) -> int:
     """KiB of pools that this process has in its page tables, of mappings with these permissions."""
     found, is_pool = 0, False
