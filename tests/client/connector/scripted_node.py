@@ -290,6 +290,7 @@ class ScriptedNode:
         }
 
     def _commit_all(self, commits: pb.CommitChunks) -> None:
+        assert commits.chunks, "nothing is committed"
         self.commit_messages += commits.chunks
         for commit in commits.chunks:
             self.parents[ChunkKey(commit.chunk_key)] = commit.parent_key
