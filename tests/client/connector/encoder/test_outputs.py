@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,12 @@ from lmkv.keys import MEDIA_HASH_SCHEME
 from lmkv.spec import KvSpec
 from lmkv_client.connector.encoder import worker
 from lmkv_client.connector.encoder.outputs import CHUNK_ROWS, EncoderPlan, OutputName, OutputWidths, encoder_spec
-from lmkv_client.connector.encoder.scheduler import OutputLookup
+from lmkv_client.connector.encoder.scheduler import EncoderRoles, EncoderScheduler, OutputLookup
 from lmkv_client.connector.encoder.worker import MAX_WAITING_BYTES, EncoderStores, EncoderWorker, host_bytes, store
 from lmkv_client.engine import Engine
 from tests.client.engine.engines import attach_engine
 from tests.client.engine.nodes import connector_config, kill_all
-from tests.waiting import POLL_SECONDS, WAIT_SECONDS
+from tests.waiting import POLL_SECONDS, WAIT_SECONDS, wait_until
 
 HIDDEN = 24
 SPEC = KvSpec(
@@ -189,3 +190,54 @@ def test_widths_are_those_that_vllm_measures_or_the_configuration_says() -> None
     measured = widths({"image": HIDDEN, "video": 4 * HIDDEN, "pruned": HIDDEN + 5}, deepstack_visual_indexes=[1])
     assert [measured.of(modality) for modality in ("image", "video", "pruned", "audio")] == [1, 4, 0, 2]
     assert widths({}).of("image") == 1
+
+
+def picture(name: str, count: int) -> Any:
+    """A medium of a request, as vLLM describes it."""
+    place = SimpleNamespace(offset=0, length=count, get_num_embeds=lambda: count, is_embed=None)
+    data = {"pixels": SimpleNamespace(data=torch.ones(count))}
+    return SimpleNamespace(identifier=name, modality="image", mm_position=place, data=data)
+
+
+def end_by_finish(scheduler: EncoderScheduler, request: Any) -> None:
+    scheduler.finished(request)
+
+
+def end_by_weights(scheduler: EncoderScheduler, request: Any) -> None:
+    scheduler.weights_changed()
+
+
+def end_by_progress(scheduler: EncoderScheduler, request: Any) -> None:
+    assert scheduler.admit(request, computed_count=10)
+
+
+def end_by_load(scheduler: EncoderScheduler, request: Any) -> None:
+    scheduler.allocated(request, 0)
+    assert scheduler.plan().loads
+    scheduler.plan()  # of the next step: the workers have read the last one
+
+
+@pytest.mark.parametrize(
+    ("end", "is_stored"),
+    [(end_by_load, True), *itertools.product([end_by_finish, end_by_weights, end_by_progress], [True, False])],
+)
+def test_nothing_is_held_for_a_request_whose_media_are_not_needed_any_more(
+    engine: Engine, end: Callable[[EncoderScheduler, Any], None], is_stored: bool
+) -> None:
+    widths: Any = SimpleNamespace(of=lambda modality: 1)
+    roles = EncoderRoles(may_load=True, may_store=True, adapts_encoders=False)
+    late: Any = SimpleNamespace(engine=engine)
+    scheduler = EncoderScheduler(late, widths, roles)
+    request: Any = SimpleNamespace(request_id="r", mm_features=[picture("p", 10)], cache_salt=None, lora_request=None)
+    scheduler.admit(request, 0)
+    (name,) = scheduler._requests["r"].names.values()
+    scheduler.finished(request)
+    if is_stored:
+        store(engine, name, host_bytes(output(10, 1), None))
+        found(engine, name).release()
+        wait_until(lambda: scheduler.admit(request, 0), "the output is in the pool")
+        assert scheduler.has("p")
+    else:
+        scheduler.admit(request, 0)
+    end(scheduler, request)
+    wait_until(lambda: not engine._dispatcher._session.lookups, "nothing is held")
