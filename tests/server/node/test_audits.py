@@ -74,9 +74,9 @@ async def test_wrong_chunks_and_those_behind_them_are_dropped_at_every_holder(ru
 async def test_a_node_ends_while_wrong_chunks_are_dropped(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dropping = asyncio.Event()
 
-    async def drop(_: object) -> int:
+    async def drop(_: object) -> None:
         dropping.set()
-        return await asyncio.get_running_loop().create_future()
+        await asyncio.get_running_loop().create_future()
 
     async with asyncio.timeout(WAIT_SECONDS):
         async with Node(node_config(runtime_dir, "a")) as node, EngineClient(node) as engine:
