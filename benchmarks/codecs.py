@@ -4,7 +4,8 @@ Bytes, speed on one core beside memcpy, and errors of keys and values by layer. 
 small model (`small_gpt`) that is trained first, on text that it makes: sentences about people and things that repeat
 within a document, so that answers depend on keys and values of far tokens. The model computes the KV of a document's
 beginning, which is rounded; then it continues with that. The plain cast to
-`float8_e4m3fn`, without scales, stands beside the codecs: it is what LMCache's serde `fp8` computes.
+`float8_e4m3fn`, without scales, stands beside the codecs: it is what LMCache's serde `fp8` computes. Where LMCache can
+be imported its codec `asym_k16_v8` runs, too; its TurboQuant and CacheGen need a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 
 import numpy as np
@@ -30,6 +32,8 @@ from lmkv_server.node.tiers.codec import ChunkCodec, parse_codec_header
 CODECS = ("fp8", "int8", "int4", "zstd")
 CAST = "fp8_cast"
 """The cast without scales, as LMCache's serde `fp8` does it (0.5.6, `lmcache/v1/distributed/serde/fp8.py`)."""
+ASYM = "asym_k16_v8"
+"""LMCache's own: keys as they are, values as the cast, with a scale for all values of a chunk."""
 CHUNK_TOKENS = 64
 PREFIX_TOKENS = 96
 """A full chunk and half of one."""
@@ -82,6 +86,8 @@ class Rounded:
     def _chunk(self, chunk: Kv) -> Kv:
         raw = _bytes_of(chunk)
         self.size_bytes += len(raw)
+        if self.name == ASYM:
+            return self._asymmetric(chunk)
         if self._codec is None:
             self.stored_bytes += len(raw) // 2 if self.name == CAST else len(raw)
             return chunk.to(torch.float8_e4m3fn).to(chunk.dtype) if self.name == CAST else chunk
@@ -93,6 +99,14 @@ class Rounded:
         if size != len(raw):
             raise RuntimeError(f"{self.name}: a chunk of {len(raw)} bytes was decoded to {size}")
         return decoded
+
+    def _asymmetric(self, chunk: Kv) -> Kv:
+        codec = import_module("lmcache.v1.kv_codec").AsymK16V8Codec()
+        keys, values = chunk.unbind(2)
+        stored = codec.to_bytes(codec.encode(keys.contiguous(), values.contiguous()))
+        self.stored_bytes += len(stored)
+        found = codec.decode(codec.from_bytes(stored), out_k_dtype=chunk.dtype, out_v_dtype=chunk.dtype)
+        return torch.stack([one.view_as(keys) for one in found[:2]], dim=2)
 
     def acts(self, kv: Kv) -> tuple[int, Callable[[], object], Callable[[], object]]:
         """Bytes of a large chunk, and how it is encoded and decoded."""
@@ -130,7 +144,7 @@ def measure(run: BenchmarkRun) -> None:
 def _add_quality(run: BenchmarkRun, model: SmallGpt, names: list[str]) -> None:
     texts = documents(16 if run.quick else 64, PREFIX_TOKENS + ANSWER_TOKENS, seed=2)
     exact = _continued(model, texts, Rounded("none"))
-    for name in (*names, CAST):
+    for name in (*names, CAST, *([ASYM] if find_spec("lmcache") else ())):
         rounded = Rounded(name)
         found = _continued(model, texts, rounded)
         run.add(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _AGENT_SYSTEMS = "(alone|lmkv_disk_hints|lmkv_disk|lmkv_hints|lmkv|vllm_offload|lmcache|round_robin|kv_aware)"
-_CODECS = "(fp8|int8|int4|zstd|fp8_cast)"
+_CODECS = "(fp8|int8|int4|zstd|fp8_cast|asym_k16_v8)"
 _SGLANG_SYSTEMS = "sglang_(lmkv|file|mooncake|linker|plain)"
 _TRACES = "(conversation|tool_agent|api|scan|loop|mooncake_conversation|mooncake_synthetic|coding_agents)"
 _POLICIES = "(learned|arc|s3_fifo|sieve|two_queues|gdsf|opt)"
@@ -258,6 +258,7 @@ _WORDS = {
     "always_compute": "always compute",
     **{codec: f"`{codec}`" for codec in ("fp8", "int8", "int4", "zstd")},
     "fp8_cast": "cast to `float8_e4m3fn`, no scales",
+    "asym_k16_v8": "LMCache's `asym_k16_v8`",
     "lmkv_hints": "lmkv with hints",
     "lmkv_disk": "lmkv with a disk",
     "lmkv_disk_hints": "lmkv with a disk and hints",
