@@ -28,6 +28,7 @@ SETTINGS = {
     "chunk_size": str(CHUNK),
     "refuse_slow_fetches": "true",
     "remote_lookup_timeout": "5",
+    "remote_timeout": "300",  # of a chunk: the wire is slower, the longer a busy host computes
     "load_timeout": "300",
     "eviction_policy": "lru",  # a prompt that was asked for twice leaves the pool, too
 }
