@@ -195,6 +195,14 @@ async def test_an_engine_keeps_its_role(prefiller: ScriptedEngine, front: Front)
     assert "is a prefill engine; remove it before" in answer.text
 
 
+async def test_the_number_of_added_engines_is_bounded(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines_module, "MAX_ENGINES", 1)
+    urls = [f"http://127.0.0.1:{port}" for port in (1, 1, 2)]
+    added = [await change(front, "add", url, role="decode") for url in urls]
+    assert [answer.status_code for answer in added] == [200, 200, 409]
+    assert "1 engines were added; remove some" in added[-1].text
+
+
 async def test_operators_change_engines_and_readers_list_them(
     make_engine: MakeEngine, make_proxy: MakeProxy, tmp_path: Path
 ) -> None:
