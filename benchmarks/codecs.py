@@ -5,7 +5,7 @@ small model (`small_gpt`) that is trained first, on text that it makes: sentence
 within a document, so that answers depend on keys and values of far tokens. The model computes the KV of a document's
 beginning, which is rounded; then it continues with that. The plain cast to
 `float8_e4m3fn`, without scales, stands beside the codecs: it is what LMCache's serde `fp8` computes. Where LMCache can
-be imported its codec `asym_k16_v8` runs, too; its TurboQuant and CacheGen need a GPU.
+be imported its codec `asym_k16_v8` runs, too; its TurboQuant needs a GPU.
 """
 
 from __future__ import annotations
