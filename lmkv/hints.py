@@ -51,6 +51,13 @@ class HintAction(StrEnum):
     """Keep the chunks on disk or in the remote store, and evict them from the pool before others."""
     EVICT = "evict"
     """Drop the chunks."""
+    REPLICATE = "replicate"
+    """Bring a few chunks into the pool, while the node loads nothing else."""
+
+    @property
+    def brings_chunks(self) -> bool:
+        """Whether chunks enter the pool, after the answer."""
+        return self in (HintAction.PREFETCH, HintAction.REPLICATE)
 
 
 class HintOutcome(StrEnum):
@@ -94,6 +101,8 @@ class HintReason(StrEnum):
     """The share of the pool, or the number of hints, that the caller may have is in use."""
     FAILED = "failed"
     """The node could not carry it out; the detail says why."""
+    BUSY = "busy"
+    """The node loads other chunks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -246,6 +255,7 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     HintAction.RETAIN.value: (*_PROMPT, "ttl", "priority"),
     HintAction.DEMOTE.value: _PROMPT,
     HintAction.EVICT.value: _PROMPT,
+    HintAction.REPLICATE.value: _PROMPT,
 }
 """Fields of the payload, by action."""
 

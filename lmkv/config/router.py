@@ -14,6 +14,7 @@ from lmkv.config import common
 from lmkv.config.kinds import (
     ADDRESS,
     ADDRESSES,
+    FLAG,
     HOST,
     MILLISECONDS,
     OFF,
@@ -122,6 +123,12 @@ class RouterConfig(Config):
     )
     session_ttl: float = key(
         SECONDS_OR_ZERO, 600.0, "Time that a session stays with its engine without a request, in seconds; 0: none."
+    )
+    replicate: bool = key(
+        FLAG,
+        True,
+        "Whether kv_aware has idle engines copy prompts for which requests wait at other engines; with tokens at the "
+        "coordinator it needs one of the role operator.",
     )
     health_interval: float = key(SECONDS, 1.0, "Time between two health checks of an engine, in seconds.")
     health_timeout: float = key(

@@ -38,6 +38,7 @@ ACTIONS: Mapping[HintAction, chunk_pb2.HintAction.ValueType] = {
     HintAction.RETAIN: chunk_pb2.HINT_ACTION_RETAIN,
     HintAction.DEMOTE: chunk_pb2.HINT_ACTION_DEMOTE,
     HintAction.EVICT: chunk_pb2.HINT_ACTION_EVICT,
+    HintAction.REPLICATE: chunk_pb2.HINT_ACTION_REPLICATE,
 }
 """The number of each action."""
 ACTIONS_BY_NUMBER: Mapping[int, HintAction] = {number: action for action, number in ACTIONS.items()}

@@ -102,6 +102,8 @@ class _HintActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HintAction
     """Write them to a tier behind the pool, and evict them from the pool before others."""
     HINT_ACTION_EVICT: _HintAction.ValueType  # 6
     """Drop them."""
+    HINT_ACTION_REPLICATE: _HintAction.ValueType  # 7
+    """Bring a few of them into the pool, while the node loads nothing else."""
 
 class HintAction(_HintAction, metaclass=_HintActionEnumTypeWrapper):
     """What a hint asks a node to do with the chunks of a prompt. A node rejects an unknown action."""
@@ -120,6 +122,8 @@ HINT_ACTION_DEMOTE: HintAction.ValueType  # 5
 """Write them to a tier behind the pool, and evict them from the pool before others."""
 HINT_ACTION_EVICT: HintAction.ValueType  # 6
 """Drop them."""
+HINT_ACTION_REPLICATE: HintAction.ValueType  # 7
+"""Bring a few of them into the pool, while the node loads nothing else."""
 Global___HintAction: _TypeAlias = HintAction  # noqa: Y015
 
 class _HintOutcome:
@@ -192,6 +196,8 @@ class _HintReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HintReason
     """The share of the pool, or the number of hints, that the caller may have is in use."""
     HINT_REASON_FAILED: _HintReason.ValueType  # 13
     """The node could not carry it out; the detail says why."""
+    HINT_REASON_BUSY: _HintReason.ValueType  # 14
+    """The node loads other chunks."""
 
 class HintReason(_HintReason, metaclass=_HintReasonEnumTypeWrapper):
     """Why a hint was rejected. Engines put the same words into `reason` of their answers, in lower case and without the prefix.
@@ -227,6 +233,8 @@ HINT_REASON_QUOTA: HintReason.ValueType  # 12
 """The share of the pool, or the number of hints, that the caller may have is in use."""
 HINT_REASON_FAILED: HintReason.ValueType  # 13
 """The node could not carry it out; the detail says why."""
+HINT_REASON_BUSY: HintReason.ValueType  # 14
+"""The node loads other chunks."""
 Global___HintReason: _TypeAlias = HintReason  # noqa: Y015
 
 class _MissReason:

@@ -54,6 +54,7 @@ class TierStack:
         self.stopped: set[bytes] = set()
         """Fingerprints of specs of which nothing is stored or found any more."""
         self._background: set[asyncio.Task[object]] = set()
+        self._load_count = 0
 
     # --- Handoffs ------------------------------------------------------------------------------------------------
 
@@ -86,6 +87,11 @@ class TierStack:
     def usable(self) -> bool:
         """Whether any tier can be asked."""
         return any(tier.usable for tier in self.tiers)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether chunks are being loaded."""
+        return self._load_count > 0
 
     def begin(self, prompt: Prompt, most_bytes: int) -> PromptLookup:
         """Begins a lookup of a prompt, in the pool; the items of its hit are to have at most `most_bytes`."""
@@ -134,6 +140,7 @@ class TierStack:
         needs = Needs(spec=items.spec, keys=keys, indices=indices, in_order=in_order, items=items)
         progress = Progress(self.tier, needs, on_chunks)
         error: LmkvError | None = None
+        self._load_count += 1
         try:
             if handoff_id and self._receiver:
                 await self._receiver.follow(handoff_id, progress, timeout_seconds)
@@ -151,6 +158,7 @@ class TierStack:
                     seconds /= 2
                 error = await tier.read(progress, presence, seconds) or error
         finally:
+            self._load_count -= 1
             progress.close()
         return progress.result(error)
 

@@ -32,6 +32,12 @@ class RouterMetrics(Scraped):
         self.hit_tokens = self._count(
             "lookup_hit_tokens", "Tokens of them that the chosen engine held: the hit rate of routing."
         )
+        self.replicas = self._count(
+            "replicas",
+            "Copies of prompts that instances were asked for, since requests wait at their holders. outcome: that of "
+            "the hint `replicate` (accepted, clipped, deferred, missing, rejected), or failed.",
+            "outcome",
+        )
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 

@@ -66,6 +66,7 @@ class PassThrough:
             return cost(engine, missing, now, usual) + (_PREFILL_COST if engine.role == PREFILL else 0)
 
         self._pool = EnginePool(pools.engines, cost_of, SessionAffinity(config.session_ttl))
+        self._pool.replicas = pools.decode.replicas
         self._clients = clients
         self._lookup = lookup
         self._metrics = metrics

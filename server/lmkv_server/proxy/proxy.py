@@ -24,6 +24,7 @@ from lmkv_server.proxy.pd.prefill import HandoffIssuer
 from lmkv_server.proxy.router import Router
 from lmkv_server.proxy.routing.lookup import PrefixLookup
 from lmkv_server.proxy.routing.pools import EnginePool, EnginePools, SessionAffinity, cost_by
+from lmkv_server.proxy.routing.replicas import Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,9 @@ class Proxy(Router):
         if config.policy == "kv_aware":
             coordinators = CoordinatorClient(config.coordinator_address, config.credentials, config.lookup_timeout)
             stack.push_async_callback(coordinators.aclose)
-            lookup = PrefixLookup(coordinators, self._metrics)
+            if config.replicate and config.mode == "route":
+                self.pools.decode.replicas = Replicas(coordinators, self._metrics)
+            lookup = PrefixLookup(coordinators, self._metrics, keeps_prompts=self.pools.decode.replicas is not None)
         handoffs = HandoffIssuer(config.handoff_keys, clients)
         stack.push_async_callback(handoffs.aclose)
         handler = RequestHandler(
@@ -104,6 +107,8 @@ class Proxy(Router):
         async with asyncio.TaskGroup() as group:
             group.create_task(endpoints.run())
             group.create_task(self._log_latencies_periodically())
+            if replicas := self.pools.decode.replicas:
+                group.create_task(replicas.run())
 
     async def _log_latencies_periodically(self) -> None:
         """Logs the latencies periodically while there are requests, and once at the end."""

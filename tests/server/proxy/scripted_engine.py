@@ -169,7 +169,7 @@ class ScriptedEngine:
         self.asked.append((request.url.path, body, dict(request.headers)))
         if self.refusals:
             return _error(self.refusals.pop(0), "as scripted")
-        if body.get("model") not in (MODEL, "tuned"):
+        if body.get("model") not in (MODEL, "tuned", self.model):
             return _error(404, f"The model `{body.get('model')}` does not exist.")
         prompt = tokens_of(body)
         limit = body.get("max_completion_tokens") or body.get("max_tokens")

@@ -14,7 +14,7 @@ from typing import Any
 
 from lmkv import hints, telemetry
 from lmkv.config import ConnectorConfig
-from lmkv.hints import MAX_ACTIONS, Hint, HintAction, HintOutcome, HintReason, HintResult
+from lmkv.hints import MAX_ACTIONS, Hint, HintOutcome, HintReason, HintResult
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.messages import ACTIONS, MAX_HINT_KEYS, from_proto
 from lmkv.v1 import engine_service_pb2 as pb
@@ -69,7 +69,7 @@ class SentHint:
     @property
     def is_repeated(self) -> bool:
         """Whether it is sent again when the request has ended: it is about the request's own chunks."""
-        return self.hint.tokens is None and self.hint.action is not HintAction.PREFETCH
+        return self.hint.tokens is None and not self.hint.action.brings_chunks
 
 
 @dataclass(kw_only=True, eq=False, slots=True)

@@ -170,20 +170,20 @@ class FleetHints:
     def _choose(self, selections: Sequence[SelectedChunks], instance: Instance, action: HintAction) -> SelectedChunks:
         """Chooses among the specs of a model name: the spec, served by the instance, of which it holds most.
 
-        For a prefetch it is the spec of which any instance holds most.
+        If it brings chunks, it is the spec of which any instance holds most.
         """
         layout, instance_id = self._registry.layout, instance.info.instance_id
         fingerprints = {spec.fingerprint for spec in instance.info.specs}
         served = [one for one in selections if one.fingerprint in fingerprints] or selections
-        if action is HintAction.PREFETCH:
+        if action.brings_chunks:
             return max(served, key=lambda one: max((match.chunk_count for match in layout.lookup(one.keys)), default=0))
         return max(served, key=lambda one: one.match_at(layout, instance_id, tier_number(HOST)))
 
     def _keys(self, chosen: SelectedChunks, instance_id: str, action: HintAction) -> bytes:
-        """The chosen keys; of tokens, the end is what the instance holds of it, or any for a prefetch."""
+        """The chosen keys; of tokens, the end is what the instance holds of it, or any if the hint brings chunks."""
         if chosen.prompt is None:
             return chosen.keys
-        holder = "" if action is HintAction.PREFETCH else instance_id
+        holder = "" if action.brings_chunks else instance_id
         return keys_with_tail(self._registry.layout, chosen.prompt, holder)
 
 

@@ -13,7 +13,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from lmkv import rpc
 from lmkv.errors import BadChunkKey, BadMessage, Full, GrantNotFound, LmkvError, Unreachable
-from lmkv.hints import HintAction, HintReason, HintResult, reject
+from lmkv.hints import HintReason, HintResult, reject
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
 from lmkv.misses import MissReason
 from lmkv.rpc.messages import to_proto
@@ -124,7 +124,7 @@ class EngineHints:
         except (BadMessage, BadChunkKey) as error:
             self._answer(message, reject("", "", HintReason.MALFORMED, str(error)))
             return
-        if hint.action is not HintAction.PREFETCH:
+        if not hint.action.brings_chunks:
             self._answer(message, self._executor.apply(hint))
         elif len(self._lookups) >= MAX_LOOKUPS:
             self._answer(message, hint.rejected(HintReason.QUOTA, f"{MAX_LOOKUPS} prefetches of this engine wait"))

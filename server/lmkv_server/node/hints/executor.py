@@ -31,6 +31,7 @@ from lmkv_server.node.lookup.found import Found
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
 from lmkv_server.node.tiers.backend_tier import BackendTier
+from lmkv_server.node.tiers.base import Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -83,21 +84,49 @@ POOL_SHARE = 4
 MAX_READS = 4
 """Prefetches that read at a time; others wait."""
 READ_SECONDS = 30.0
+REPLICA_SHARE = 16
+"""Hints to replicate bring at most 1/16 of the pool per minute, all together."""
+REPLICA_SECONDS = 60.0
+REPLICA_STEP_BYTES = 256 << 20
+"""Bytes that they read before they look whether the node loads for others."""
 
 
 class Prefetches:
-    """The prefetches of one node. The chunks may be evicted like any other once they have arrived."""
+    """The prefetches of one node. The chunks may be evicted like any other once they have arrived.
+
+    A hint to replicate is a prefetch that gives way: it begins and continues only while the node loads nothing else.
+    """
 
     def __init__(self, tier: HostTier, stack: TierStack, background: BackgroundTasks) -> None:
         self._tier = tier
         self._stack = stack
         self._background = background
         self._slots = Slots(MAX_READS)
+        self._is_replicating = False
+        self._replicated_bytes = 0.0
+        """What hints to replicate have brought, less what the time since then allows."""
+        self._replicated_at = 0.0
 
     async def begin(self, hint: PromptHint) -> HintResult:
         """Looks the prompt up, and begins to read what the pool lacks. Raises nothing but for cancellation."""
+        if hint.action is not HintAction.REPLICATE:
+            return await self._begin(hint, max(hint.spec.chunk_bytes, self._tier.size_bytes // POOL_SHARE))
+        if self._stack.is_loading or self._is_replicating:
+            return hint.rejected(HintReason.BUSY, "the node loads other chunks")
+        room = self._replica_room(time.monotonic())
+        if room < hint.spec.chunk_bytes:
+            return hint.rejected(
+                HintReason.QUOTA, f"1/{REPLICA_SHARE} of the pool was brought by such hints within a minute"
+            )
+        self._is_replicating = True
+        try:
+            return await self._begin(hint, room)
+        finally:
+            self._is_replicating = False
+
+    async def _begin(self, hint: PromptHint, most_bytes: int) -> HintResult:
         lookup = self._stack.begin(hint.prompt(self._tier), self._tier.size_bytes)
-        lookup.most_bytes = lookup.own_bytes + max(hint.spec.chunk_bytes, self._tier.size_bytes // POOL_SHARE)
+        lookup.most_bytes = lookup.own_bytes + most_bytes
         if not lookup.is_complete and self._stack.usable:
             await self._stack.ask(lookup)
         found = lookup.result()
@@ -109,18 +138,40 @@ class Prefetches:
                 return hint.rejected(HintReason.QUOTA, f"{MAX_TASKS} hints run already")
             if self._slots.is_locked:
                 outcome = HintOutcome.DEFERRED
-            self._background.start(self._read(found))
+            if hint.action is HintAction.REPLICATE:
+                self._replicated_bytes += found.absent_count * hint.spec.chunk_bytes
+                self._background.start(self._replicate(found))
+            else:
+                self._background.start(self._read(found))
         return hint.ended(outcome, found.chunk_count)
+
+    def _replica_room(self, now: float) -> int:
+        """Bytes that hints to replicate may bring now."""
+        most = self._tier.size_bytes // REPLICA_SHARE
+        allowed = most * (now - self._replicated_at) / REPLICA_SECONDS
+        self._replicated_bytes, self._replicated_at = max(0.0, self._replicated_bytes - allowed), now
+        return int(most - self._replicated_bytes)
 
     async def _read(self, found: Found) -> None:
         async with self._slots.take(requester.get()):
-            await self._stack.load(
-                found,
-                range(len(found.own), len(found.items)),
-                READ_SECONDS,
-                lambda chunks: self._tier.unhold(chunk for _, chunk in chunks),
-            )
+            await self._load(found, range(len(found.own), len(found.items)))
         self._tier.find(found.items.keys)  # counts as a use: the prompt is about to be
+
+    async def _replicate(self, found: Found) -> None:
+        step = max(1, REPLICA_STEP_BYTES // found.items.spec.chunk_bytes)
+        for first in range(len(found.own), len(found.items), step):
+            if self._stack.is_loading:
+                return
+            loaded = await self._load(found, range(first, min(first + step, len(found.items))))
+            if loaded.error:
+                return
+        self._tier.find(found.items.keys)
+
+    async def _load(self, found: Found, wanted: range) -> Loaded:
+        def unhold(chunks: Sequence[tuple[int, Chunk]]) -> None:
+            self._tier.unhold(chunk for _, chunk in chunks)
+
+        return await self._stack.load(found, wanted, READ_SECONDS, unhold)
 
 
 PIN_SHARE = 4
@@ -187,7 +238,7 @@ class HintExecutor:
         return f"{self._instance_id}/{hint_id.replace('/', ':')}"
 
     def apply(self, hint: PromptHint) -> HintResult:
-        """Carries out any hint but a prefetch."""
+        """Carries out a hint that brings no chunks."""
         try:
             result = self._actions[hint.action](hint, self._held(hint))
         except LmkvError as error:
@@ -345,4 +396,4 @@ async def carry_out(order: pb.HintOrder, executor: HintExecutor, engines: Engine
         hint = PromptHint.read(order, spec, owner=order.owner)
     except (BadMessage, BadChunkKey) as error:
         return reject("", "", HintReason.MALFORMED, str(error))
-    return await executor.prefetch(hint) if hint.action is HintAction.PREFETCH else executor.apply(hint)
+    return await executor.prefetch(hint) if hint.action.brings_chunks else executor.apply(hint)

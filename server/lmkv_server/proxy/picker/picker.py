@@ -34,6 +34,7 @@ from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService
 from lmkv_server.proxy.router import Router
 from lmkv_server.proxy.routing.key_lookup import KeyLookup
 from lmkv_server.proxy.routing.pools import EnginePool, EnginePools, SessionAffinity, cost_by
+from lmkv_server.proxy.routing.replicas import Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,8 @@ class Picker(Router):
             stack.push_async_callback(client.aclose)
             self._lookup = KeyLookup(client, self._metrics, config.cluster_secret.encode())
             stack.push_async_callback(self._lookup.aclose)
+            if config.replicate:
+                self.pools.decode.replicas = Replicas(client, self._metrics)
         picker = EnginePicker(self.pools.decode, endpoints.clients, self._lookup, self._metrics, config.session_header)
         authenticator = Authenticator(config.auth_tokens)
         service = ExternalProcessorService(
@@ -136,6 +139,8 @@ class Picker(Router):
             group.create_task(self._report_readiness())
             if self._lookup is not None:
                 group.create_task(self._lookup.run())
+            if replicas := self.pools.decode.replicas:
+                group.create_task(replicas.run())
 
     async def _report_readiness(self) -> None:
         """Reports ready once an engine is healthy. Later failures of engines are answered request by request."""

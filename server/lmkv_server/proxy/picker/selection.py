@@ -207,12 +207,13 @@ class EnginePicker:
                 )
             )
             match = found if found is not None and is_early else await self._match(prompt, headers, early)
-        held = HeldTokens(match.cached, match.token_count)
-        engine = self._pool.choose(
-            time.monotonic(), session=session, cached=held, token_count=held.token_count, excluded=excluded
-        )
+        known = match.chains[0] if len(match.chains) == 1 else None
+        held = HeldTokens(match.cached, match.token_count, known)
+        now = time.monotonic()
+        engine = self._pool.choose(now, session=session, cached=held, token_count=held.token_count, excluded=excluded)
         if engine is None:
             raise NoHealthyEngine
+        self._pool.consider_copy(now, engine, held, excluded)
         self._count(match, engine.instance_id, is_early=is_early)
         return Picked(engine=engine, uncached_count=held.uncached_by(engine))
 

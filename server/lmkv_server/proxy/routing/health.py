@@ -249,6 +249,7 @@ class EngineFailover:
         )
         if engine is None:
             raise NoHealthyEngine
+        self._pool.consider_copy(time.monotonic(), engine, cached, excluded)
         self._load.close()
         self._queued = self._load.enter_context(engine.count_request(cached.uncached_by(engine)))
         self._tried.append(engine)

@@ -22,6 +22,7 @@ from lmkv.rpc.coordinator_client import CoordinatorClient
 from lmkv.rpc.messages import by_keys
 from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
+from lmkv.v1.prompt_pb2 import PromptSelector
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_kernels import chunk_keys
 from lmkv_server.proxy.routing.lookup import LookupFailures, RoutingCounters
@@ -148,6 +149,16 @@ class PromptKeys:
     keys: bytes
     fingerprint: bytes
     chunk_size: int
+
+    def names(self, token_counts: Sequence[int]) -> list[bytes]:
+        """Names the prefixes of these numbers of tokens; empty of one without a full chunk."""
+        ends = (count // self.chunk_size * KEY_BYTES for count in token_counts)
+        return [self.keys[end - KEY_BYTES : end] if end else b"" for end in ends]
+
+    def prefix(self, token_count: int) -> PromptSelector:
+        """Selects a prefix, up to its last full chunk."""
+        end = token_count // self.chunk_size * KEY_BYTES
+        return by_keys(split_keys(self.keys[:end]), fingerprint=self.fingerprint)
 
 
 class GrowingChains:

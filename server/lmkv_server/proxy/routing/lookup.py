@@ -23,6 +23,7 @@ from lmkv_server.http.json_text import LongValue, encode
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import COMPLETIONS, Json
 from lmkv_server.proxy.routing.pools import HeldTokens
+from lmkv_server.proxy.routing.replicas import PromptTokens
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient
 from lmkv_server.proxy.upstream.tokenization import (
     NotTokenizable,
@@ -102,9 +103,10 @@ class PrefixLookup:
     A request whose lookup fails is routed by load alone.
     """
 
-    def __init__(self, client: CoordinatorClient, metrics: ProxyMetrics) -> None:
-        """The caller closes `client`."""
+    def __init__(self, client: CoordinatorClient, metrics: ProxyMetrics, *, keeps_prompts: bool = False) -> None:
+        """The caller closes `client`. `keeps_prompts`: with what is held of a prompt, the prompt is returned."""
         self._client = client
+        self._keeps_prompts = keeps_prompts
         self._metrics = metrics
         self._failures = LookupFailures(logger, metrics)
 
@@ -151,7 +153,8 @@ class PrefixLookup:
         self._metrics.asked_tokens.inc(len(tokens))
         self._metrics.lookups.labels("hit" if response.holders else "miss").inc()
         held = {holder.instance_id: holder.matched_token_count for holder in response.holders}
-        return HeldTokens(held, token_count)
+        known = PromptTokens(tokens=tokens, model_name=model_name, cache_salt=salt) if self._keeps_prompts else None
+        return HeldTokens(held, token_count, known if held else None)
 
     def _failed(self, error: Exception, token_count: int) -> HeldTokens:
         self._failures.add(error)

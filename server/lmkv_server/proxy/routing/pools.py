@@ -16,6 +16,7 @@ import numpy as np
 
 from lmkv.keys import KEY_BYTES
 from lmkv_server.proxy.engine import PREFILL, Engine
+from lmkv_server.proxy.routing.replicas import KnownPrompt, Relief, Replicas
 
 TTL_SECONDS = 30.0
 """Time after which the layout map has what an engine stored; a request may also have failed."""
@@ -72,9 +73,13 @@ def _split(keys: bytes) -> list[bytes]:
 class HeldTokens(dict[str, int]):
     """The number of leading tokens that instances hold of a prompt of `token_count` tokens; 0: not known."""
 
-    def __init__(self, held: Mapping[str, int] = MappingProxyType({}), token_count: int = 0) -> None:
+    def __init__(
+        self, held: Mapping[str, int] = MappingProxyType({}), token_count: int = 0, prompt: KnownPrompt | None = None
+    ) -> None:
         super().__init__(held)
         self.token_count = token_count
+        self.prompt = prompt
+        """Until an engine is chosen, if a copy of it may be made."""
 
     def uncached_by(self, engine: Engine) -> int:
         """Tokens that the engine has to compute."""
@@ -103,12 +108,45 @@ class Missing:
     """Tokens of these that its node could fetch from a peer."""
 
 
+def missing_at(engine: Engine, held: Mapping[str, int], token_count: int) -> Missing:
+    """What an engine does not hold of a prompt of `token_count` tokens, of which instances hold `held`."""
+    own = held.get(engine.instance_id, 0)
+    pullable_count = max(held.values(), default=own) - own
+    return Missing(token_count=token_count - own, pullable_count=max(0, pullable_count))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usual:
     """Means of the engines that may be chosen."""
 
     tokens_per_second: float
     recent_tokens: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """What a prompt is expected to cost at an engine, in seconds."""
+
+    wait: float
+    """For other prompts."""
+    prompt: float
+    """To fetch and compute what the engine does not hold, after that."""
+    memory: float
+    """Worth of the memory that this takes."""
+
+
+def expect(engine: Engine, missing: Missing, now: float, usual: Usual) -> Expected:
+    """What a prompt costs at an engine."""
+    queue = engine.queue
+    rate = queue.tokens_per_second or usual.tokens_per_second
+    wait = (queue.tokens_ahead(now) + REQUEST_TOKENS * engine.in_flight_count) / rate
+    seconds = wait + missing.token_count / rate
+    if queue.pulled_per_second:  # while the prompt waits for others, a fetch costs nothing
+        fetched = max(wait, missing.pullable_count / queue.pulled_per_second)
+        seconds = min(seconds, fetched + (missing.token_count - missing.pullable_count) / rate)
+    turnover = (queue.recent_tokens(now) + TURNOVER_TOKENS) / (usual.recent_tokens + TURNOVER_TOKENS)
+    memory = HOLD_FACTOR * missing.token_count / usual.tokens_per_second
+    return Expected(wait=wait, prompt=seconds - wait, memory=memory * math.pow(turnover, TURNOVER_EXPONENT))
 
 
 Cost = Callable[[Engine, Missing, float, Usual], float]
@@ -127,16 +165,8 @@ def cost_by(policy: str) -> Cost:
         return engine.in_flight_count
 
     def kv_aware(engine: Engine, missing: Missing, now: float, usual: Usual) -> float:
-        queue = engine.queue
-        rate = queue.tokens_per_second or usual.tokens_per_second
-        wait = (queue.tokens_ahead(now) + REQUEST_TOKENS * engine.in_flight_count) / rate
-        seconds = wait + missing.token_count / rate
-        if queue.pulled_per_second:  # while the prompt waits for others, a fetch costs nothing
-            fetched = max(wait, missing.pullable_count / queue.pulled_per_second)
-            seconds = min(seconds, fetched + (missing.token_count - missing.pullable_count) / rate)
-        turnover = (queue.recent_tokens(now) + TURNOVER_TOKENS) / (usual.recent_tokens + TURNOVER_TOKENS)
-        memory = HOLD_FACTOR * missing.token_count / usual.tokens_per_second
-        return seconds + memory * math.pow(turnover, TURNOVER_EXPONENT)
+        expected = expect(engine, missing, now, usual)
+        return expected.wait + expected.prompt + expected.memory
 
     return {"round_robin": round_robin, "least_loaded": least_loaded, "kv_aware": kv_aware}[policy]
 
@@ -182,6 +212,8 @@ class EnginePool:
         self, engines: list[Engine], cost: Cost, affinity: SessionAffinity, *, reserve: Sequence[Engine] = ()
     ) -> None:
         self.engines = engines
+        self.replicas: Replicas | None = None
+        """Makes copies of prompts for which requests wait."""
         self._reserve = reserve
         self._cost = cost
         self._affinity = affinity
@@ -211,6 +243,42 @@ class EnginePool:
         if session:
             self._affinity.assign(session, chosen.url, now)
         return chosen
+
+    def consider_copy(self, now: float, chosen: Engine, held: HeldTokens, excluded: Collection[Engine] = ()) -> None:
+        """Has `replicas` know of a prompt that waits at `chosen` since no other engine holds as much of it.
+
+        To be called after `choose`, before the engine has the prompt. Ends what `held` knows of the prompt.
+        """
+        prompt, held.prompt = held.prompt, None
+        most = max(held.values(), default=0)
+        if self.replicas is None or prompt is None or not most or held.get(chosen.instance_id, 0) < most:
+            return
+        candidates = self._candidates(excluded)
+        others = [one for one in candidates if one.instance_id and held.get(one.instance_id, 0) < most]
+        if not others:
+            return
+        usual = self._usual(candidates, now)
+
+        def seconds(engine: Engine) -> float:
+            expected = expect(engine, Missing(token_count=held.token_count - most), now, usual)
+            return expected.wait + expected.prompt
+
+        other = min(others, key=seconds)
+        saved = seconds(chosen) - seconds(other)
+        if saved <= 0:
+            return
+        of_token = expect(other, Missing(token_count=1, pullable_count=1), now, usual)
+        pull = 1 / other.queue.pulled_per_second if other.queue.pulled_per_second else 0.0
+        relief = Relief(
+            instance_id=other.instance_id,
+            source=chosen.instance_id,
+            seconds=saved,
+            held_count=most,
+            own_count=held.get(other.instance_id, 0),
+            tokens_per_second=other.queue.tokens_per_second or usual.tokens_per_second,
+            cost_per_token=of_token.memory + pull,
+        )
+        self.replicas.consider(prompt, relief, now)
 
     def is_certain(
         self,
@@ -245,19 +313,30 @@ class EnginePool:
         self, candidates: Sequence[Engine], token_count: int, now: float
     ) -> Callable[[Engine, Mapping[str, int]], tuple[float, int]]:
         """The rank of an engine: that of the least one is chosen. It does not rise if an instance holds more."""
+        usual = self._usual(candidates, now)
+
+        def rank(engine: Engine, cached: Mapping[str, int]) -> tuple[float, int]:
+            return self._cost(engine, missing_at(engine, cached, token_count), now, usual), engine.last_choice
+
+        return rank
+
+    def _usual(self, candidates: Sequence[Engine], now: float) -> Usual:
         rates = [rate for engine in candidates if (rate := engine.queue.tokens_per_second)]
-        usual = Usual(
+        return Usual(
             tokens_per_second=sum(rates) / len(rates) if rates else 1.0,
             recent_tokens=sum(engine.queue.recent_tokens(now) for engine in candidates) / len(candidates),
         )
 
-        def rank(engine: Engine, cached: Mapping[str, int]) -> tuple[float, int]:
-            own = cached.get(engine.instance_id, 0)
-            pullable_count = max(cached.values(), default=own) - own
-            missing = Missing(token_count=token_count - own, pullable_count=max(0, pullable_count))
-            return self._cost(engine, missing, now, usual), engine.last_choice
-
-        return rank
+    def expectations(
+        self, now: float, held: Mapping[str, int], token_count: int
+    ) -> tuple[Mapping[Engine, Expected], Engine | None]:
+        """What a prompt costs at each engine that may be chosen, and the engine of least cost; a session may differ."""
+        candidates = self._candidates(())
+        if not candidates:
+            return {}, None
+        usual, rank = self._usual(candidates, now), self._ranking(candidates, token_count, now)
+        found = {one: expect(one, missing_at(one, held, token_count), now, usual) for one in candidates}
+        return found, min(candidates, key=lambda engine: rank(engine, held))
 
     def _of_session(self, session: str, candidates: Sequence[Engine], now: float) -> Engine | None:
         url = self._affinity.get(session, now) if session else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from lmkv.rpc.messages import by_keys
 from lmkv.runtime.places import most_of, requester
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1.cache_service_pb2 import HintRequest, HintResponse, ListPinsRequest, UnpinRequest
-from lmkv_server.node.hints.executor import MAX_TASKS, BackgroundTasks, carry_out
+from lmkv_server.node.hints.executor import MAX_TASKS, REPLICA_SHARE, BackgroundTasks, carry_out
 from tests.server.node.cases import chunk_keys
 from tests.server.node.test_node_fleet import TwoNodes
 from tests.support.specs import small_spec
@@ -52,6 +53,51 @@ async def test_a_prefetch_brings_the_chunks_of_a_peer_into_the_pool(fleet: TwoNo
     await until(lambda: all(fleet.asker.tier.get(key) for key in chunk_keys(1, 2, 3)))
     await fleet.asker.hints.settle()
     assert not any(chunk.holds for chunk in fleet.asker.tier)
+
+
+async def replicate(fleet: TwoNodes, cache: Any, *numbers: int) -> chunk_pb2.HintResult:
+    response = await hint(cache, "asker", chunk_pb2.HINT_ACTION_REPLICATE, list(numbers))
+    return response.result
+
+
+async def test_a_replica_is_brought_only_while_the_node_loads_nothing_else(fleet: TwoNodes, cache: Any) -> None:
+    await fleet.store([1, 2, 3])
+    awaited = chunk_keys(1)
+    assert fleet.asker.peer_side
+    inflight = fleet.asker.peer_side.fetcher.inflight
+    inflight.begin(awaited)  # as if another fetch read it: the prefetch waits for that
+    await hint(cache, "asker", chunk_pb2.HINT_ACTION_PREFETCH, [1])
+    await until(lambda: fleet.asker._tier_stack.is_loading)
+    refused = await replicate(fleet, cache, 2, 3)
+    assert (refused.outcome, refused.reason) == (chunk_pb2.HINT_OUTCOME_REJECTED, chunk_pb2.HINT_REASON_BUSY)
+    inflight.end(awaited)
+    await fleet.asker.hints.settle()
+    assert [fleet.asker.tier.get(key) is not None for key in chunk_keys(1, 2, 3)] == [True, False, False]
+    brought = await replicate(fleet, cache, 2, 3)
+    assert (brought.outcome, brought.chunk_count) == (chunk_pb2.HINT_OUTCOME_ACCEPTED, 2)
+    await fleet.asker.hints.settle()
+    assert all(fleet.asker.tier.get(key) for key in chunk_keys(1, 2, 3))
+    assert not any(chunk.holds for chunk in fleet.asker.tier)
+
+
+async def test_replicas_take_a_share_of_the_pool_per_minute_however_many_are_asked_for(
+    fleet: TwoNodes, cache: Any
+) -> None:
+    most = fleet.asker.tier.size_bytes // REPLICA_SHARE // SPEC.chunk_bytes
+    assert most > 0
+    numbers = list(range(1, 2 * most + 1))
+    for first in range(0, len(numbers), 16):
+        await fleet.store(numbers[first : first + 16])
+    begin = time.monotonic()
+    clipped = await replicate(fleet, cache, *numbers)
+    assert clipped.outcome == chunk_pb2.HINT_OUTCOME_CLIPPED
+    assert 0 < clipped.chunk_count <= most
+    await fleet.asker.hints.settle()
+    for _ in range(20):
+        await replicate(fleet, cache, *numbers)
+        await fleet.asker.hints.settle()
+    minutes = (time.monotonic() - begin) / 60
+    assert clipped.chunk_count <= len(fleet.asker.tier) <= most * (1 + minutes)
 
 
 async def test_what_peers_can_find_is_shared(fleet: TwoNodes, cache: Any) -> None:
