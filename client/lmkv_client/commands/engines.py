@@ -112,7 +112,15 @@ class ProxyClient:
         self._is_tls = scheme == "https"
 
     def call(self, method: str, path: str, body: object = None) -> list[Engine]:
-        """The engines after the call. Raises `Unreachable`, or `LmkvError` with the proxy's reason."""
+        """The engines after the call. Raises as `answer`."""
+        engines: list[Engine] = self.answer(method, path, body)["engines"]
+        return engines
+
+    def answer(self, method: str, path: str, body: object = None) -> dict[str, Any]:
+        """The answer to a call, which has `engines`.
+
+        Raises `Unreachable`, or `LmkvError` with the proxy's reason.
+        """
         assert self._host is not None
         connection: http.client.HTTPConnection
         if self._is_tls:
@@ -126,8 +134,7 @@ class ProxyClient:
             response = connection.getresponse()
             answer = json.loads(response.read(MAX_ANSWER_BYTES))
             if response.status == 200:
-                engines: list[Engine] = answer["engines"]
-                return engines
+                return {**answer, "engines": list(answer["engines"])}
             reason = answer["error"]["message"]
         except (OSError, http.client.HTTPException) as error:
             fix = "start one with `lmkv proxy`, or name another with --proxy URL"

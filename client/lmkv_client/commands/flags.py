@@ -121,11 +121,18 @@ def lookup(parser: argparse.ArgumentParser) -> None:
     examples="""\
   lmkv explain --tokens-file prompt.json
   lmkv explain --prompt "Explain the significance of KV cache." --model /models/llama --instance lmkv-1
+  lmkv explain --tokens-file prompt.json --proxy http://proxy:9100     also which engine the proxy would choose
   lmkv explain --request cmpl-4f1c                 a request by the id in its answer, as its engine reports it""",
 )
 def explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--request", metavar="ID", default="", help="an engine's id of a request, or a part of it")
     parser.add_argument("--instance", metavar="INSTANCE", default="", help="ask this instance only")
+    parser.add_argument(
+        "--proxy",
+        metavar="URL",
+        default="",
+        help="show what the prompt would cost at each engine of this proxy, or of the picker with this metrics port",
+    )
     add_chunk_arguments(parser, required=False)
     add_common_arguments(parser)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from google.protobuf.json_format import MessageToJson
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -18,7 +20,12 @@ from lmkv.v1.registry_service_pb2 import Instance, TierUsage
 
 def print_json(message: Message) -> None:
     """Prints a message with the field names of its proto, including empty fields."""
-    print(MessageToJson(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+    print(json.dumps(to_json(message), indent=2))
+
+
+def to_json(message: Message) -> dict[str, Any]:
+    """The fields of a message with the names of its proto, including empty ones."""
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
 def count(number: int, noun: str) -> str:

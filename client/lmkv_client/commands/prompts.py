@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from lmkv import rpc
+from lmkv.config import ClientConfig, load
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.hints import HintOutcome
 from lmkv.misses import ADVICE, MissReason, reason_from_proto, reason_name
@@ -29,7 +32,8 @@ from lmkv.v1.cache_service_pb2 import (
 from lmkv.v1.chunk_pb2 import PinnedChunks, PromptSpan, RequestReport
 from lmkv_client import Coordinator
 from lmkv_client.commands.calls import call, names_chunks, read_chunks
-from lmkv_client.commands.output import Number, count, print_json, print_table, seconds_until
+from lmkv_client.commands.engines import ProxyClient
+from lmkv_client.commands.output import Number, count, print_json, print_table, seconds_until, to_json
 
 HOLDER_COLUMNS = ("INSTANCE", "TIER", Number("TOKENS"), Number("CHUNKS"))
 
@@ -94,6 +98,8 @@ def explain(args: argparse.Namespace) -> int:
     """Prints the spans; 1 if no instance knows the request, or the prompt's model."""
     if names_chunks(args) == bool(args.request):
         raise ConfigError("name a prompt (--tokens, --tokens-file, --keys, --prompt), or a request (--request)")
+    if args.proxy and args.request:
+        raise ConfigError("--proxy is for prompts: name one by --tokens, --tokens-file, --keys or --prompt")
     tokens, chunks = read_chunks(args)
     response = call(
         args,
@@ -101,14 +107,57 @@ def explain(args: argparse.Namespace) -> int:
             tokens, instance_id=args.instance, engine_request_id=args.request, **chunks
         ),
     )
-    if args.json:
+    route = {}
+    if args.proxy:
+        route = _route(args, len(tokens), call(args, lambda coordinator: coordinator.lookup(tokens, **chunks)))
+    if args.json and route:
+        print(json.dumps({**to_json(response), "route": route}, indent=2))
+    elif args.json:
         print_json(response)
     else:
         print_explanations(response, time.time())
+        print_route(route, time.time())
     if any(spans_of(one) or one.HasField("error") for one in response.explanations):
         return 0
     print(f"lmkv: error: {UNKNOWN_REQUEST if args.request else UNKNOWN_PROMPT}", file=sys.stderr)
     return 1
+
+
+def _route(args: argparse.Namespace, token_count: int, found: LookupResponse) -> dict[str, Any]:
+    """What the prompt would cost at each engine of a proxy or picker, and its last copies."""
+    held = {holder.instance_id: holder.matched_token_count for holder in found.holders}
+    body = {"token_count": token_count or max(held.values(), default=0), "held": held}
+    proxy = ProxyClient(args.proxy, load(ClientConfig, file=args.config, flags={}).credentials)
+    return proxy.answer("POST", "/engines/explain", body)
+
+
+ROUTE_COLUMNS = ("ENGINE", "INSTANCE", *map(Number, ("HELD", "WAIT", "PROMPT", "MEMORY", "COST")), "CHOSEN")
+COPY_COLUMNS = ("COPIED TO", "FROM", Number("TOKENS"), Number("WAITED"), "OUTCOME", "SINCE")
+
+
+def print_route(route: Mapping[str, Any], now: float) -> None:
+    """Prints what the prompt would cost at each engine, and the last copies of any prompts."""
+    if engines := route.get("engines", []):
+        print_table(ROUTE_COLUMNS, [route_row(engine) for engine in engines])
+        if not any(engine["tokens_per_second"] for engine in engines):
+            print("no engine has reported its rate yet: a second stands for one token")
+    if copies := route.get("copies", []):
+        print_table(COPY_COLUMNS, [copy_row(copy, now) for copy in copies])
+
+
+def route_row(engine: Mapping[str, Any]) -> tuple[str, ...]:
+    """The row of an engine."""
+    seconds = [engine[f"{part}_seconds"] for part in ("wait", "prompt", "memory")]
+    costs = (f"{one:,.2f} s" for one in (*seconds, sum(seconds)))
+    held, chosen = str(engine["held_token_count"]), "yes" if engine["is_chosen"] else ""
+    return (engine["url"], engine["instance_id"], held, *costs, chosen)
+
+
+def copy_row(copy: Mapping[str, Any], now: float) -> tuple[str, ...]:
+    """The row of a copy, which a router has asked for since requests waited."""
+    since = f"{format_duration(max(0.0, now - copy['time']))} ago"
+    waited = f"{copy['waited_seconds']:,.2f} s"
+    return (copy["instance_id"], copy["source"], str(copy["token_count"]), waited, copy["outcome"], since)
 
 
 def print_explanations(response: ExplainResponse, now: float) -> None:

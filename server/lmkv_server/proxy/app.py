@@ -20,7 +20,7 @@ from lmkv.runtime import turns
 from lmkv_server.http.guard import CHALLENGE, VIEW_RPC, HostGuard, credentials_of
 from lmkv_server.http.server import metrics_response
 from lmkv_server.proxy.admission import Admission, AdmissionApp, AdmittedRequest, fields_of
-from lmkv_server.proxy.engine_routes import list_route, page_routes
+from lmkv_server.proxy.engine_routes import explain_route, list_route, page_routes
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, error_body
 from lmkv_server.proxy.passthrough import PATHS, PassThrough
@@ -72,7 +72,7 @@ def operator_routes(
     async def show_metrics(_: Request) -> Response:
         return metrics_response(metrics.registry)
 
-    protected = [*page_routes(pools, metrics), list_route(pools), Route("/metrics", show_metrics)]
+    protected = [*page_routes(pools, metrics), list_route(pools), explain_route(pools), Route("/metrics", show_metrics)]
     return [
         *(authenticated(route, authenticator) for route in protected),
         *(authenticated(route, authenticator, ENGINES_RPC) for route in changes),

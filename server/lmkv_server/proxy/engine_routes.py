@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterator
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -23,7 +25,7 @@ from lmkv_server.proxy.routing.pools import EnginePools
 from lmkv_server.proxy.statistics import LatencyStatistics, summarize
 
 PATH = "/engines"
-MAX_BODY_BYTES = 4096
+MAX_BODY_BYTES = 64 << 10
 _STATUSES: dict[type[LmkvError], int] = {BadRequest: 400, EngineNotFound: 404, Conflict: 409}
 
 
@@ -34,6 +36,46 @@ def list_route(pools: EnginePools) -> Route:
         return _json({"engines": [_state(engine) for engine in pools.engines]})
 
     return Route(PATH, list_engines, methods=["GET"])
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+
+
+class _HeldPrompt(msgspec.Struct, forbid_unknown_fields=True):
+    token_count: Count
+    held: Mapping[str, Count] = {}
+
+
+def explain_route(pools: EnginePools) -> Route:
+    """`POST /engines/explain`: what a prompt would cost at each engine by `kv_aware`, and the last copies.
+
+    The body has the number of its tokens, and how many of them each instance holds.
+    """
+    pool = pools.prefill or pools.decode
+
+    async def explain(request: Request) -> Response:
+        try:
+            asked = msgspec.convert(await _body(request), _HeldPrompt)
+        except (BadRequest, msgspec.ValidationError) as error:
+            return _error(400, str(error))
+        found, chosen = pool.expectations(time.monotonic(), asked.held, asked.token_count)
+        engines = [
+            {
+                "url": engine.url,
+                "instance_id": engine.instance_id,
+                "held_token_count": min(asked.token_count, asked.held.get(engine.instance_id, 0)),
+                "tokens_per_second": engine.queue.tokens_per_second,
+                "wait_seconds": one.wait,
+                "prompt_seconds": one.prompt,
+                "memory_seconds": one.memory,
+                "is_chosen": engine is chosen,
+            }
+            for engine, one in found.items()
+        ]
+        copies = [asdict(copy) for copy in pool.replicas.copies] if pool.replicas else []
+        return _json({"engines": engines, "copies": copies})
+
+    return Route(f"{PATH}/explain", explain, methods=["POST"])
 
 
 def engine_routes(endpoints: Endpoints, roles: Collection[str], refusal: str) -> list[Route]:

@@ -27,6 +27,7 @@ from lmkv_server.http.guard import HostGuard
 from lmkv_server.http.server import HttpOptions, HttpServer, address, bind_grpc, metrics_response
 from lmkv_server.proxy.app import ProxyApp, authenticated
 from lmkv_server.proxy.engine import BOTH
+from lmkv_server.proxy.engine_routes import explain_route
 from lmkv_server.proxy.engines import Endpoints, Resolve, name_of, resolve
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.picker.selection import EnginePicker
@@ -173,6 +174,7 @@ class Picker(Router):
 
         routes = [
             authenticated(Route("/metrics", show_metrics), authenticator),
+            authenticated(explain_route(self.pools), authenticator),
             Route("/healthz", alive),
             Route("/readyz", ready),
         ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lmkv import cli
 from lmkv.keys import ChunkKey
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.commands import flags
 from lmkv_kernels import checksum
 from lmkv_server.node.node import Node
 from lmkv_server.proxy.routing.replicas import HotPrefixes, PromptTokens, Relief
@@ -108,8 +112,32 @@ async def test_a_prompt_for_which_requests_wait_gets_a_second_holder_and_another
     await until(lambda: held_chunks(site.nodes.asker, HOT) == 3)
     assert held_chunks(site.nodes.asker, COLD) == 0
     assert site.front.metric(REPLICAS, outcome="accepted") == 1
+    table = await explained(site, "--tokens", ",".join(map(str, HOT)))
+    row = next(line.split() for line in table if line.startswith(site.engines[0].url))
+    assert (row[1], row[2]) == ("holder", str(len(HOT)))
+    row = next(line.split() for line in table if line.startswith(site.engines[1].url))
+    assert (row[1], row[2], row[-1]) == ("asker", str(len(HOT)), "yes"), "it holds it, and has less to do"
+    assert "no engine has reported its rate yet: a second stands for one token" in table
+    row = next(line.split() for line in table if line.startswith("asker") and "accepted" in line)
+    assert row[:3] == ["asker", "holder", str(len(HOT))]
     await site.ask(HOT)
     await until(lambda: len(site.engines[1].asked) == 1, "the copy is not used")
+
+
+async def explained(site: Site, *prompt: str) -> list[str]:
+    """The lines of `lmkv explain` about the routes."""
+    arguments = ["explain", *prompt, "--coordinator", site.nodes.coordinator.address, "--proxy", site.front.proxy.url]
+    output = io.StringIO()
+    with redirect_stdout(output):
+        assert await asyncio.to_thread(cli.main, arguments, {"explain": lambda: flags.explain}) == 0
+    return output.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"token_count": -1}, {"token_count": 1, "held": {"a": "b"}}, {"token_count": 1, "x": 1}]
+)
+async def test_a_wrong_question_about_routes_is_refused(site: Site, body: dict[str, Any]) -> None:
+    assert (await site.front.ask("/engines/explain", body)).status_code == 400
 
 
 async def test_nothing_is_copied_while_the_node_loads_for_requests(site: Site) -> None:
