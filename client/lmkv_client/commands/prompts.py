@@ -132,7 +132,7 @@ def _route(args: argparse.Namespace, token_count: int, found: LookupResponse) ->
 
 
 ROUTE_COLUMNS = ("ENGINE", "INSTANCE", *map(Number, ("HELD", "WAIT", "PROMPT", "MEMORY", "COST")), "CHOSEN")
-COPY_COLUMNS = ("COPIED TO", "FROM", Number("TOKENS"), Number("WAITED"), "OUTCOME", "SINCE")
+COPY_COLUMNS = ("COPIED TO", "FROM", Number("TOKENS"), Number("WAITED"), "OUTCOME", Number("AGE"))
 
 
 def print_route(route: Mapping[str, Any], now: float) -> None:
@@ -155,9 +155,16 @@ def route_row(engine: Mapping[str, Any]) -> tuple[str, ...]:
 
 def copy_row(copy: Mapping[str, Any], now: float) -> tuple[str, ...]:
     """The row of a copy, which a router has asked for since requests waited."""
-    since = f"{format_duration(max(0.0, now - copy['time']))} ago"
+    age_seconds = max(0.0, now - copy["time"])
     waited = f"{copy['waited_seconds']:,.2f} s"
-    return (copy["instance_id"], copy["source"], str(copy["token_count"]), waited, copy["outcome"], since)
+    return (
+        copy["instance_id"],
+        copy["source"],
+        str(copy["token_count"]),
+        waited,
+        copy["outcome"],
+        format_duration(age_seconds),
+    )
 
 
 def print_explanations(response: ExplainResponse, now: float) -> None:

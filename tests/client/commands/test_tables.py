@@ -134,6 +134,26 @@ ENGINES: list[engines.Engine] = [
     }
     for number, failure in ((7, ""), (12, "no answer"))
 ]
+ROUTES = [
+    {
+        "url": f"http://10.0.0.{number}:8000",
+        "instance_id": f"lmkv-{number}",
+        "held_token_count": 2048 * number,
+        "wait_seconds": 1.5,
+        "prompt_seconds": 0.25,
+        "memory_seconds": 1000.0 * number,
+        "is_chosen": not number,
+    }
+    for number in range(2)
+]
+COPY = {
+    "instance_id": "lmkv-2",
+    "source": "lmkv-1",
+    "token_count": 4096,
+    "waited_seconds": 8.25,
+    "outcome": "accepted",
+    "time": NOW - 12,
+}
 TABLES: list[tuple[Sequence[str], Sequence[Sequence[str]]]] = [
     (prompts.PROMPT_COLUMNS, list(prompts.prompt_rows(EXPLANATIONS, NOW))),
     (prompts.REQUEST_COLUMNS, list(prompts.request_rows(EXPLANATIONS, NOW))),
@@ -143,6 +163,8 @@ TABLES: list[tuple[Sequence[str], Sequence[Sequence[str]]]] = [
     (prompts.PIN_COLUMNS, prompts.pin_rows(PINS)),
     (fleet.TOP_COLUMNS, frame().instance_rows()),
     (engines.ENGINE_COLUMNS, [engines.engine_row(one) for one in ENGINES]),
+    (prompts.ROUTE_COLUMNS, [prompts.route_row(one) for one in ROUTES]),
+    (prompts.COPY_COLUMNS, [prompts.copy_row(COPY, NOW)]),
 ]
 
 
