@@ -37,7 +37,7 @@ def test_an_engine_loads_what_another_has_computed_before_all_of_it_was_killed(
             tokens = make_prompt(1, PROMPT_TOKENS)
             expected = first.complete(tokens)
             assert expected.cached_tokens == 0
-            eventually(lambda: len(redis.names()) >= HELD_CHUNKS, "the prompt is in the store")
+            eventually(lambda: len(redis.names()) > HELD_CHUNKS, "the prompt and the inputs of its KV are in the store")
 
             (node_pid,) = cluster.node_pids("engine-1")
             for pid in session_pids(first.pid):
@@ -68,7 +68,7 @@ def test_an_engine_that_was_killed_with_its_node_loads_from_the_folder_that_host
         prompt = make_prompt(1, FOLDER_TOKENS + 100)
         expected = engine.ask(prompt)
         assert expected.loaded_tokens == 0
-        eventually(lambda: len(folder.names()) >= FOLDER_TOKENS // CHUNK_TOKENS, "the prompt is in the folder")
+        eventually(lambda: len(folder.names()) > FOLDER_TOKENS // CHUNK_TOKENS, "the prompt and its inputs are in the folder")
         kill(fleet.node_pid("engine"))
         engine.kill()
         fleet.start()

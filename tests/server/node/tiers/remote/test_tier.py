@@ -231,7 +231,7 @@ async def test_an_object_that_is_not_what_was_put_is_a_miss_and_removed(server: 
             case "another":
                 whole = server.read(name_of(2))
             case "version":
-                whole = b"lmkvobj2" + whole[8:]
+                whole = b"lmkvobj9" + whole[8:]
         if change == "gone":
             await host.remote.backend.remove([name_of(1)])
         else:
