@@ -68,7 +68,7 @@ def test_an_engine_that_was_killed_with_its_node_loads_from_the_folder_that_host
         prompt = make_prompt(1, FOLDER_TOKENS + 100)
         expected = engine.ask(prompt)
         assert expected.loaded_tokens == 0
-        eventually(lambda: len(folder.names()) > FOLDER_TOKENS // CHUNK_TOKENS, "the prompt and its inputs are in the folder")
+        eventually(lambda: len(folder.names()) > FOLDER_TOKENS // CHUNK_TOKENS, "the prompt is in the folder")
         kill(fleet.node_pid("engine"))
         engine.kill()
         fleet.start()
