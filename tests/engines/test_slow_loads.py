@@ -22,8 +22,8 @@ OTHERS = [make_prompt(seed, 16 * CHUNK) for seed in range(10, 14)]
 POOL_CHUNKS = 48
 """Room for one prompt and some chunks."""
 HELD = CHUNK_COUNT * CHUNK
-SLOWER = 4
-"""The load would take this multiple of the time of computing, which a busy host may double until then."""
+SLOWER = 2
+"""The load would take this multiple of the time of computing. With 4 no chunk has arrived when it is given up."""
 SETTINGS = {
     "chunk_size": str(CHUNK),
     "refuse_slow_fetches": "true",
