@@ -71,6 +71,5 @@ def test_of_a_load_that_becomes_too_slow_what_has_arrived_is_used_and_the_rest_c
         assert grown["lmkv:load_failures_total"] == 0
 
         engine.forget()
-        again = engine.ask(PROMPT, max_tokens=4)  # what was computed is in the pool now
+        again = engine.ask(PROMPT, max_tokens=4)
         assert again.token_ids == expected.token_ids
-        assert again.grown["lmkv:abandoned_tokens_total"] == 0
