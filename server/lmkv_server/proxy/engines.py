@@ -17,6 +17,7 @@ from lmkv.config.router import engine_url
 from lmkv.config.sources import read_file
 from lmkv.errors import BadRequest, ConfigError, Conflict, EngineNotFound
 from lmkv.runtime.reload import Reloadable
+from lmkv.safe_text import safe_text
 from lmkv_server.http.server import address
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.routing.health import HealthMonitor
@@ -78,7 +79,7 @@ def read_url(raw: object) -> str:
     try:
         return engine_url(raw)
     except (TypeError, ValueError):
-        raise BadRequest(f"url must be http://HOST:PORT, https:// or dns://, not {raw!r}") from None
+        raise BadRequest(f"url must be http://HOST:PORT, https:// or dns://, not {safe_text(repr(raw), 200)}") from None
 
 
 class EnginesFile:

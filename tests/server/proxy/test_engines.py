@@ -17,6 +17,7 @@ from lmkv.config import ProxyConfig
 from lmkv.errors import ConfigError
 from lmkv_server.proxy import engines as engines_module
 from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.engine_routes import MAX_BODY_BYTES
 from lmkv_server.proxy.proxy import Proxy
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
@@ -179,7 +180,7 @@ async def test_a_prefill_engine_drains_until_its_handoff_is_claimed(
         ({"url": "http://no-such-host.invalid:1", "role": "decode"}, 400, "cannot be resolved"),
         ({"url": "http://127.0.0.1:1", "role": "decode", "more": 1}, 400, "url and role"),
         ([], 400, "url and role"),
-        ({"url": "x" * 5000}, 400, "more than 4096 bytes"),
+        ({"url": "x" * MAX_BODY_BYTES}, 400, f"more than {MAX_BODY_BYTES} bytes"),
     ],
 )
 async def test_what_cannot_be_added_is_refused(front: Front, body: Any, status: int, reason: str) -> None:
