@@ -162,6 +162,7 @@ class _Peer:
     """A connection to a peer that cannot be reached."""
 
     nixl_metadata = None
+    channel = ""
 
     async def connect(self, *_: object, **__: object) -> None:
         raise Unreachable("no such peer")
@@ -217,7 +218,7 @@ async def _run(source: Input) -> None:
     own = sessions.attach("own", SPEC, 1)
     for number in range(1, 4):
         admit(tier, SPEC, number)
-    pipeline: Any = SimpleNamespace(verifier=SimpleNamespace(enabled=True), prefers_nixl=True)
+    pipeline: Any = SimpleNamespace(verifier=SimpleNamespace(enabled=True), prefers_nixl=True, codec_for=lambda *_: "")
     peers: Any = _Peers()
     channels: Any = _Channels()
     inspected: Any = SimpleNamespace(inspect=lambda *_: None)
