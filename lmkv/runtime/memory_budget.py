@@ -178,14 +178,19 @@ class MemoryBudget:
     async def wait(self, lease: Lease, size_bytes: int, wait_seconds: float) -> None:
         """Waits until a lease has got so much more. What it holds meanwhile is counted. Raises `TimeoutError`."""
         caller = lease.caller
-        waiter = _Waiter(lease, size_bytes, asyncio.get_running_loop().create_future())
-        self._waiting.setdefault(caller, deque()).append(waiter)
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(lease, size_bytes, loop.create_future(), loop.create_future())
+        queue = self._waiting.setdefault(caller, deque())
+        queue.append(waiter)
+        _lead(queue)
         idle_bytes = lease.size_bytes - lease.small_bytes
         self._count_idle(caller, idle_bytes)
         try:
             self._serve()  # what this one holds may be all that stands in the way of another
             async with asyncio.timeout(wait_seconds):
                 await asyncio.wait([waiter.served], timeout=OVERTAKEN_SECONDS)
+                # Of hundreds that wait, only those that are next look again and again.
+                await asyncio.wait([waiter.served, waiter.leads], return_when=asyncio.FIRST_COMPLETED)
                 while not waiter.served.done():
                     await self._wait_for_rest(waiter)
         finally:
@@ -216,6 +221,7 @@ class MemoryBudget:
         queue = self._waiting.get(caller)
         if queue is not None and waiter in queue:
             queue.remove(waiter)
+            _lead(queue)
             if not queue:
                 del self._waiting[caller]
             self._serve()  # it may have been in front of smaller ones
@@ -231,6 +237,7 @@ class MemoryBudget:
                 if not first.served.done() and not self.has_room(first.lease, first.size_bytes):
                     continue
                 queue.popleft()
+                _lead(queue)
                 if not queue:
                     del self._waiting[caller]
                 else:
@@ -267,6 +274,14 @@ class _Waiter(NamedTuple):
     lease: Lease
     size_bytes: int
     served: asyncio.Future[None]
+    leads: asyncio.Future[None]
+    """Done once it is the first of its caller."""
+
+
+def _lead(queue: deque[_Waiter]) -> None:
+    """Notifies the first of the requests of a caller that it is the first."""
+    if queue and not queue[0].leads.done():
+        queue[0].leads.set_result(None)
 
 
 class Lease:

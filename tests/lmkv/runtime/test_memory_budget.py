@@ -250,6 +250,34 @@ async def test_a_request_that_is_never_served_does_not_stop_others() -> None:
     assert (budget.held_bytes, budget.waiting_count, budget._reserved) == (0, 0, None)
 
 
+@pytest.mark.usefixtures("impatient")
+async def test_of_the_requests_that_wait_only_the_next_one_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds that look at the same time would keep the event loop from others."""
+    budget = MemoryBudget(CAPACITY)
+    looked = list[Lease]()
+    wait_for_rest = MemoryBudget._wait_for_rest
+
+    async def noted(budget: MemoryBudget, waiter: Any) -> None:
+        looked.append(waiter.lease)
+        await wait_for_rest(budget, waiter)
+
+    monkeypatch.setattr(MemoryBudget, "_wait_for_rest", noted)
+    held = budget.take("hog", SHARE)
+    leases = [Lease(budget, "hog") for _ in range(20)]
+    tasks = [asyncio.create_task(lease.acquire(SHARE, WAIT_SECONDS)) for lease in leases]
+    await until(lambda: len(looked) > 20)
+    assert set(looked) == {leases[0]}
+    looked.clear()
+    tasks[0].cancel()
+    await until(lambda: len(looked) > 20)
+    assert set(looked) == {leases[1]}
+    held.close()
+    for task, lease in zip(tasks[1:], leases[1:], strict=True):
+        await task
+        lease.close()
+    assert not budget.held_bytes
+
+
 async def test_a_message_that_no_longer_waits_holds_nothing() -> None:
     budget = MemoryBudget(CAPACITY)
     with budget.take("hog", SHARE):
