@@ -20,7 +20,7 @@ TRACE_HELP = "a recorded trace: JSON lines with input_length and hash_ids, or a 
 
 
 def trace_name(file: Path) -> str:
-    """The name of a trace in those of rows."""
+    """A short name of a trace, which the names of its rows contain."""
     return re.sub(r"[^a-z0-9]+", "_", file.name.split(".")[0].lower())
 
 

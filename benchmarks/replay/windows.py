@@ -1,7 +1,7 @@
-"""What hits of recorded prompts lose for want of windows, and the bytes of those that are stored: a count, no engine.
+"""Counts how many tokens of hits are lost because not all windows are stored, and how many bytes the windows take.
 
-The pool is unbounded, and chunks are the blocks of the trace. Windows are stored by `KvSpec.expected_ends`, but
-for those of answers, of which traces have no blocks before the next turn.
+No engine runs. The pool is unbounded, and each block of the trace is a chunk. `KvSpec.expected_ends` decides which
+windows are stored. A trace does not show answers before the next turn, so no window is stored at the end of an answer.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class WindowCounts:
     """The outcome of a trace."""
 
     kept_share: float
-    """Tokens that hits found, of those that they would have found if all windows were stored."""
+    """Tokens that hits found, divided by the tokens that they would have found if all windows were stored."""
     bytes_ratio: float
-    """Bytes of all chunks and windows, to those of all chunks and the windows at the ends of prompts."""
+    """Bytes that are stored, divided by the bytes if windows were stored only at the ends of prompts."""
 
 
 def count_windows(trace: Trace, spec: KvSpec) -> WindowCounts:
     """Counts the prompts of a trace, in order; `spec` has chunks of the trace's blocks."""
     chunks = set[ChunkKey]()
     stored, ended = ([set[ChunkKey]() for _ in spec.parts] for _ in range(2))
-    kept_tokens = found = 0
+    kept_tokens = found_count = 0
     for request in trace.requests:
         keys = request.keys
         full_count = request.token_count // spec.chunk_size
@@ -39,7 +39,7 @@ def count_windows(trace: Trace, spec: KvSpec) -> WindowCounts:
         while hit and not all(key in stored[part] for part, key in _windows(spec, keys, hit)):
             hit -= 1
         kept_tokens += found_tokens(trace, request, hit)
-        found += found_tokens(trace, request, prefix)
+        found_count += found_tokens(trace, request, prefix)
         parted = {prefix} if hit < prefix else set[int]()
         for end in spec.expected_ends(full_count, request.token_count, parted):
             for part, key in _windows(spec, keys, end):
@@ -51,9 +51,11 @@ def count_windows(trace: Trace, spec: KvSpec) -> WindowCounts:
         spec.part_bytes(number) for number, part in enumerate(spec.parts) if part.rule != PART_RULE_LAST
     )
     mine, least = (
-        always + sum(len(found) * spec.part_bytes(part) for part, found in enumerate(held)) for held in (stored, ended)
+        always + sum(len(keys) * spec.part_bytes(part) for part, keys in enumerate(held)) for held in (stored, ended)
     )
-    return WindowCounts(kept_share=kept_tokens / found if found else 1.0, bytes_ratio=mine / least if least else 1.0)
+    return WindowCounts(
+        kept_share=kept_tokens / found_count if found_count else 1.0, bytes_ratio=mine / least if least else 1.0
+    )
 
 
 def _windows(spec: KvSpec, keys: Sequence[ChunkKey], end: int) -> list[tuple[int, ChunkKey]]:

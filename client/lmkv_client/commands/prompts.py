@@ -124,7 +124,7 @@ def explain(args: argparse.Namespace) -> int:
 
 
 def _route(args: argparse.Namespace, token_count: int, found: LookupResponse) -> dict[str, Any]:
-    """What the prompt would cost at each engine of a proxy or picker, and its last copies."""
+    """Asks a proxy or picker for the cost of the prompt at each engine, and for its last copies."""
     held = {holder.instance_id: holder.matched_token_count for holder in found.holders}
     body = {"token_count": token_count or max(held.values(), default=0), "held": held}
     proxy = ProxyClient(args.proxy, load(ClientConfig, file=args.config, flags={}).credentials)

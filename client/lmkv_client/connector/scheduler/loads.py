@@ -92,7 +92,7 @@ class LoadState:
                 self.arrived_tokens += self.items.token_count(index, chunk)
 
     def begin_wait(self) -> None:
-        """What is missing now is fetched: the pace of the load is that of these items."""
+        """Begins to wait for the missing items, which are fetched. The pace of the load counts only these."""
         self._awaited_count = len(self._missing)
 
     def note_arrival(self, now: float) -> None:

@@ -243,10 +243,10 @@ class Stores:
         return self._ended.grace_seconds(self._session.credits)
 
     def plan_ended(self, copies: list[ChunkCopy]) -> dict[str, list[ChunkCopy]]:
-        """The last copies of finished requests that `end` has begun, by request. Of those that it returns, once.
+        """Returns the last copies of finished requests, by request. Each request is returned once.
 
-        Adds to `copies` those of requests that wait for further credits: a request may have more chunks than the limit
-        of credits.
+        A finished request may have more chunks than the limit of credits. Its chunks for which there are credits are
+        added to `copies`, and it waits for further credits.
         """
         for ended in self._ended.with_missing_chunks():
             store = ended.state.store

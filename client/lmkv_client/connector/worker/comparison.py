@@ -58,8 +58,8 @@ def _errors(pages: Pages, found: NDArray[np.float64]) -> Comparison:
 def _tokens(pages: Pages, part: KvPart, memory: Any, offset: int, tokens: tuple[int, int, int]) -> NDArray[np.uint8]:
     """The bytes of some tokens of a chunk, of the rank's heads, as `[layer, byte]`.
 
-    `tokens` are the number of those of the chunk, the first one, and the one behind the last. Of the last block of
-    opaque tiles there are none, unless it is known how these are packed: what is behind the chunk is not its own.
+    `tokens` are the number of tokens of the chunk, the first token that is compared, and the first one behind them. The
+    last block may also hold tokens behind the chunk. It is left out if its tiles cannot be split between tokens.
     """
     chunk_tokens, first, stop = tokens
     rows, kept = pages.row_count(part.kept_tokens(chunk_tokens)), part.first_kept(chunk_tokens)

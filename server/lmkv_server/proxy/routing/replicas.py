@@ -1,8 +1,8 @@
 """Has idle engines copy prefixes for which requests wait at the engines that hold them.
 
-An engine that is sent a prompt which it does not hold has a copy afterwards. So a prefix has one holder where each
-request for it is better off there, also with some wait. The wait is added up: once it is worth the memory of a copy,
-the engine that would have been the soonest with one is asked to fetch it, by the hint `replicate`.
+An engine that is sent a prompt which it does not hold has a copy afterwards. So a prefix keeps a single holder only if
+each request for it prefers to wait there. These waits are added up. Once they are worth the memory of a copy, the
+router sends the hint `replicate` to the engine that would have served these requests first with a copy.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PromptTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relief:
-    """What another engine would save a prompt if it held as much of it as the engine that serves it."""
+    """The time that a prompt would save at another engine, if that held as much of it as the chosen one."""
 
     instance_id: str
     """The instance of the other engine."""
